@@ -1,0 +1,66 @@
+"""Dual sparse Gaussian processes as pure functions on tensors.
+
+Data flows one way through these files, and so do their imports::
+
+    likelihood --sites--> Sites --duals--> Duals --posterior--> mean, (co)variance, KL
+                                    |                 |
+                            projection (other Z)   conditioning (more sites)
+
+`natural_gradient` closes the loop: it moves the duals to the fixed point at which the sites are
+those of the posterior that they imply.
+
+Notation: ``m`` inducing points ``Z``, ``L = chol(Kzz)``, whitened cross-covariance
+``A_x = L^-1 K_zx`` (``m x n``). Every tensor may carry leading batch dimensions ``...``; several
+latent functions are one more batch dimension, the last of them.
+"""
+
+from seqgp.dual.conditioning import Conditioned, condition
+from seqgp.dual.duals import Duals, accumulate, interpolate, tie, zero_duals
+from seqgp.dual.linalg import scaled_cholesky, solve_lower
+from seqgp.dual.natural_gradient import (
+    Batch,
+    Convergence,
+    converge,
+    fixed_point,
+    natural_gradient_step,
+)
+from seqgp.dual.posterior import (
+    Factors,
+    factorise,
+    kl_divergence,
+    posterior_covariance,
+    posterior_mean,
+    posterior_variance,
+)
+from seqgp.dual.projection import project, transport_matrix
+from seqgp.dual.sites import Expectations, Sites, expectations, expected_log_prob, sites
+
+__all__ = [
+    "Batch",
+    "Conditioned",
+    "Convergence",
+    "Duals",
+    "Expectations",
+    "Factors",
+    "Sites",
+    "accumulate",
+    "condition",
+    "converge",
+    "expectations",
+    "expected_log_prob",
+    "factorise",
+    "fixed_point",
+    "interpolate",
+    "kl_divergence",
+    "natural_gradient_step",
+    "posterior_covariance",
+    "posterior_mean",
+    "posterior_variance",
+    "project",
+    "scaled_cholesky",
+    "sites",
+    "solve_lower",
+    "tie",
+    "transport_matrix",
+    "zero_duals",
+]

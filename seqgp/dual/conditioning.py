@@ -1,0 +1,172 @@
+r"""Conditioning the posterior process itself on more observations, in site space.
+
+The posterior of a sparse GP is a Gaussian process with covariance function
+:math:`c(a, b) = k(a, b) - A_a^T (I - W^{-1}) A_b`. Observing ``q`` more points with sites
+:math:`(\lambda_c, \beta_c)` gives, with :math:`S = \beta_c^{1/2}`, :math:`d = E[f_x] - \mu_x`
+and :math:`M = I + S C_{xx} S`,
+
+.. math::
+    \text{mean}'(a) &= \text{mean}(a) + c(a, x) \, g, \qquad
+        g = (I + \beta_c C_{xx})^{-1} (\lambda_c - \beta_c d), \\
+    \text{cov}'(a, b) &= c(a, b) - c(a, x) S M^{-1} S c(x, b),
+
+which is what adding ``x`` to the inducing points would give, but nothing of size ``m`` is touched:
+the sites of any likelihood are found by iterating on the ``q x q`` block :math:`C_{xx}` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqgp.dual.linalg import scaled_cholesky, solve_lower
+from seqgp.dual.natural_gradient import Convergence, Evaluate, fixed_point
+from seqgp.dual.sites import Sites, sites
+
+
+class Conditioned(NamedTuple):
+    """What ``q`` more observations do to a posterior.
+
+    Attributes:
+        sites: Their sites.
+        gain: ``... x q``, the vector ``g`` by which the mean moves along ``c(., x)``.
+        root: ``... x q x q``, ``chol(M)^-1 S``: the covariance falls by
+            ``(root c(x, a))^T (root c(x, b))``. It has no more batch dimensions than the
+            precisions, so fantasies with equal precisions share it.
+    """
+
+    sites: Sites
+    gain: Tensor
+    root: Tensor
+
+
+def condition(
+    mean: Tensor,
+    covariance: Tensor,
+    prior_mean: Tensor,
+    evaluate: Evaluate,
+    conjugate: bool = False,
+    latent_dims: int = 0,
+    min_precision: float | None = 0.0,
+    start: Sites | None = None,
+    rho: float = 1.0,
+    tol: float = 1e-6,
+    max_steps: int = 100,
+) -> tuple[Conditioned, Convergence]:
+    """Converge the sites of ``q`` new observations on top of a posterior.
+
+    Args:
+        mean: ``... x q`` posterior mean at the new inputs.
+        covariance: ``... x q x q`` posterior covariance there.
+        prior_mean: ``... x q`` prior mean there.
+        evaluate: Their likelihood.
+        conjugate: The sites do not depend on the posterior.
+        latent_dims: Trailing batch dimensions that are latents of one model.
+        min_precision: Floor for the sites' precision.
+        start: Sites to start from; by default those under the unconditioned posterior's marginals.
+        rho: The largest step.
+        tol: Relative tolerance.
+        max_steps: The largest number of iterations.
+    """
+    centred = mean - prior_mean
+    if conjugate or start is None:
+        marginal = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+        start = sites(evaluate(mean, marginal), centred, min_precision)
+    if conjugate:
+        zero = mean.new_zeros(mean.shape[: mean.dim() - 1 - latent_dims])
+        conditioned = conditioned_from_sites(centred, covariance, start)
+        return conditioned, Convergence(1, zero, zero, True)
+
+    def step(state: Sites) -> tuple[Sites, Tensor]:
+        conditioned, chol = _condition(centred, covariance, state)
+        shift = (covariance @ conditioned.gain.unsqueeze(-1)).squeeze(-1)
+        reduction = conditioned.root @ covariance
+        variance = covariance.diagonal(dim1=-2, dim2=-1) - reduction.square().sum(-2)
+        variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
+        expected = evaluate(mean + shift, variance)
+        # KL between the conditioned and the unconditioned posterior, at the new inputs.
+        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        eye = torch.eye(chol.shape[-1], dtype=chol.dtype, device=chol.device)
+        trace = solve_lower(chol, eye.expand_as(chol)).square().sum((-2, -1))
+        quadratic = (conditioned.gain * shift).sum(-1)
+        kl = 0.5 * (log_det + trace - chol.shape[-1] + quadratic)
+        if latent_dims:
+            kl = kl.sum(tuple(range(-latent_dims, 0)))
+        return sites(expected, centred + shift, min_precision), expected.log_prob.sum(-1) - kl
+
+    with torch.no_grad():
+        state, info = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
+    state = _attach_gradient(lambda s: step(s)[0], state)
+    return conditioned_from_sites(centred, covariance, state), info
+
+
+def conditioned_from_sites(centred: Tensor, covariance: Tensor, state: Sites) -> Conditioned:
+    """The conditioned posterior that given sites lead to.
+
+    Args:
+        centred: ``... x q`` posterior mean minus prior mean at the new inputs.
+        covariance: ``... x q x q`` posterior covariance there.
+        state: Their sites.
+    """
+    return _condition(centred, covariance, state)[0]
+
+
+def _condition(centred: Tensor, covariance: Tensor, state: Sites) -> tuple[Conditioned, Tensor]:
+    """As `conditioned_from_sites`, and ``chol(M)``."""
+    lam, beta = state
+    S = beta.sqrt().unsqueeze(-1)
+    eye = torch.eye(lam.shape[-1], dtype=lam.dtype, device=lam.device)
+    chol = scaled_cholesky(eye + S * covariance * S.mT)
+    root = solve_lower(chol, S.mT * eye)
+    # (I + beta C)^-1 r = r - S M^-1 S C r, which holds for precisions of zero as well.
+    r = (lam - beta * centred).unsqueeze(-1)
+    gain = r - root.mT @ (root @ (covariance @ r))
+    return Conditioned(state, gain.squeeze(-1), root), chol
+
+
+def _attach_gradient(step: Callable[[Sites], Sites], solution: Sites) -> Sites:
+    r"""Give the solution of ``s = step(s)`` its gradient, by the implicit function theorem.
+
+    With :math:`s = F(s, \phi)`, :math:`\dot s = (I - F_s)^{-1} F_\phi \dot\phi`. One
+    evaluation of ``step`` carries :math:`F_\phi`; the inverse is applied to the incoming gradient
+    by iteration, at the cost of a few more backward passes of size ``q``.
+    """
+    if not torch.is_grad_enabled():
+        return solution
+    target = step(Sites(*(tensor.detach() for tensor in solution)))
+    if not any(tensor.requires_grad for tensor in target):
+        return solution
+    leaves = Sites(*(tensor.detach().clone().requires_grad_(True) for tensor in solution))
+    again = step(leaves)
+
+    def transposed_jacobian(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(again, leaves, cotangents, retain_graph=True)
+
+    return Sites(*_ImplicitGradient.apply(transposed_jacobian, *target))
+
+
+class _ImplicitGradient(torch.autograd.Function):
+    """Identity, whose backward solves ``v = g + F_s^T v``."""
+
+    @staticmethod
+    def forward(ctx: Any, transposed_jacobian: Any, lam: Tensor, beta: Tensor) -> Any:
+        ctx.transposed_jacobian = transposed_jacobian
+        return lam.clone(), beta.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        v, rho, previous = list(gradients), 1.0, torch.inf
+        for _ in range(200):
+            product = ctx.transposed_jacobian(*v)
+            residuals = [g + p - u for g, p, u in zip(gradients, product, v, strict=True)]
+            size = max(float(r.abs().max()) for r in residuals)
+            if size <= 1e-10 * max(float(u.abs().max()) for u in v) or size == 0:
+                break
+            if size > previous:  # the plain iteration does not contract: damp it
+                rho /= 2
+            previous = size
+            v = [u + rho * r for u, r in zip(v, residuals, strict=True)]
+        return None, *v

@@ -1,0 +1,92 @@
+r"""The posterior that duals imply, in the whitened form.
+
+With :math:`W = I + B_w = R R^T`, whose eigenvalues are at least one,
+
+.. math::
+    q(v) &= N(W^{-1} \lambda_w, W^{-1}), \\
+    E[f_*] &= \mu_* + A_*^T W^{-1} \lambda_w, \\
+    \operatorname{Cov}[f_a, f_b] &= k(a, b) - A_a^T A_b + A_a^T W^{-1} A_b, \\
+    \mathrm{KL}[q \| p] &= \tfrac12 (\log|W| + \operatorname{tr} W^{-1} - m
+        + |W^{-1} \lambda_w|^2).
+
+``Kzz`` is factorised once and never inverted, and no condition number is squared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqgp.dual.duals import Duals
+from seqgp.dual.linalg import scaled_cholesky, solve_cholesky, solve_lower
+
+
+class Factors(NamedTuple):
+    """The whitened posterior :math:`q(v) = N(mean, (R R^T)^{-1})`.
+
+    Attributes:
+        R: ``... x m x m``, lower Cholesky factor of ``W``.
+        mean: ``... x m``.
+    """
+
+    R: Tensor
+    mean: Tensor
+
+
+def factorise(duals: Duals) -> Factors:
+    """The whitened posterior of some duals: one Cholesky factorisation."""
+    eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
+    R = scaled_cholesky(duals.B + eye)
+    mean = solve_cholesky(R, duals.lam.unsqueeze(-1)).squeeze(-1)
+    return Factors(R, mean)
+
+
+def posterior_mean(A: Tensor, factors: Factors) -> Tensor:
+    """``E[f] - mu``, ``... x n``, for a whitened cross-covariance ``... x m x n``."""
+    return (A.mT @ factors.mean.unsqueeze(-1)).squeeze(-1)
+
+
+def unexplained_variance(A: Tensor, prior_variance: Tensor) -> Tensor:
+    """``k(x, x) - |A_x|^2 >= 0``, the part of the prior variance that Z does not explain."""
+    return (prior_variance - A.square().sum(-2)).clamp_min(0)
+
+
+def posterior_variance(A: Tensor, unexplained: Tensor, factors: Factors) -> Tensor:
+    """``Var[f]``, ``... x n``: a sum of two terms that are never negative."""
+    return unexplained + solve_lower(factors.R, A).square().sum(-2)
+
+
+def explained(A: Tensor, factors: Factors) -> Tensor:
+    """``(I - W^-1) A``, such that ``Cov[f_a, f_b] = k(a, b) - A_a^T explained(A_b)``."""
+    return A - solve_cholesky(factors.R, A)
+
+
+def posterior_covariance(
+    A_left: Tensor, A_right: Tensor, prior_covariance: Tensor, factors: Factors
+) -> Tensor:
+    """``Cov[f_a, f_b]``, ``... x n_a x n_b``."""
+    return prior_covariance - A_left.mT @ explained(A_right, factors)
+
+
+def kl_divergence(factors: Factors) -> Tensor:
+    """``KL[q(u) || p(u)]``, of the batch shape of the factors."""
+    R, mean = factors
+    m = mean.shape[-1]
+    eye = torch.eye(m, dtype=R.dtype, device=R.device)
+    log_det = 2 * R.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    trace = solve_lower(R, eye.expand_as(R)).square().sum((-2, -1))
+    return 0.5 * (log_det + trace - m + mean.square().sum(-1))
+
+
+def expected_log_summary(duals: Duals, factors: Factors) -> Tensor:
+    r""":math:`E_q[\log t(u)]` of the pseudo-likelihood that ``duals`` stand for.
+
+    :math:`t(u) = \exp(\lambda_w^T v - \tfrac12 v^T B_w v)`; of the batch shape of the factors.
+    """
+    R, mean = factors
+    linear = (duals.lam * mean).sum(-1)
+    quadratic = ((duals.B @ mean.unsqueeze(-1)).squeeze(-1) * mean).sum(-1)
+    trace = solve_cholesky(R, duals.B).diagonal(dim1=-2, dim2=-1).sum(-1)
+    return linear - 0.5 * (quadratic + trace)

@@ -1,0 +1,124 @@
+"""Checks of what users pass in: what was wrong, what was expected, before any state changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    BetaLikelihood,
+    GaussianLikelihoodWithMissingObs,
+    Likelihood,
+    SoftmaxLikelihood,
+)
+from torch import Tensor
+from torch.distributions import constraints
+
+from seqgp.dual.sites import is_conjugate
+
+
+def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -> None:
+    """Raise unless ``inputs`` is a finite ``... x n x d`` floating point tensor.
+
+    Args:
+        inputs: The tensor to check.
+        dim: The expected ``d``, if it is known.
+        name: What to call it in the error.
+    """
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(inputs).__name__}.")
+    if not inputs.is_floating_point():
+        raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
+    if inputs.dim() < 2:
+        raise ValueError(
+            f"{name}: expected shape ... x n x d, got {tuple(inputs.shape)}; a single column of "
+            f"inputs is {name}.unsqueeze(-1)."
+        )
+    if dim is not None and inputs.shape[-1] != dim:
+        raise ValueError(
+            f"{name}: expected {dim} columns as the inducing points have, got shape "
+            f"{tuple(inputs.shape)}."
+        )
+    _check_finite(inputs, name)
+
+
+def check_inducing_points(inducing_points: Tensor) -> None:
+    """Raise unless ``inducing_points`` is a finite ``... x m x d`` tensor with ``m >= 1``."""
+    check_inputs(inducing_points, name="inducing_points")
+    if inducing_points.shape[-2] == 0 or inducing_points.shape[-1] == 0:
+        raise ValueError(
+            "inducing_points: expected at least one point with at least one input, got shape "
+            f"{tuple(inducing_points.shape)}."
+        )
+
+
+def check_targets(
+    targets: Tensor, inputs: Tensor, likelihood: Likelihood, name: str = "targets", **kwargs: Any
+) -> None:
+    """Raise unless ``targets`` fits ``inputs`` and lies in the likelihood's support.
+
+    Args:
+        targets: ``... x n``, broadcastable against the inputs' batch shape.
+        inputs: ``... x n x d``.
+        likelihood: The likelihood that the targets are observations of.
+        name: What to call the targets in the error.
+        kwargs: Per-point arguments of the likelihood (``total_count=``, ...).
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(targets).__name__}.")
+    num_data = inputs.shape[-2]
+    if targets.dim() == 0 or targets.shape[-1] != num_data:
+        raise ValueError(
+            f"{name}: expected shape ... x {num_data} for inputs of shape {tuple(inputs.shape)}, "
+            f"got {tuple(targets.shape)}."
+        )
+    try:
+        torch.broadcast_shapes(targets.shape[:-1], inputs.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: batch shape {tuple(targets.shape[:-1])} does not broadcast against that of "
+            f"the inputs, {tuple(inputs.shape[:-2])}."
+        ) from None
+    if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
+        _check_finite(targets, name)
+    if targets.numel():
+        _check_support(targets, likelihood, name, **kwargs)
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
+    if not tensor.is_floating_point():
+        return
+    bad = ~tensor.isfinite()
+    if bad.any():
+        raise ValueError(
+            f"{name}: expected finite numbers, got {int(bad.sum())} NaN or infinite out of "
+            f"{tensor.numel()}."
+        )
+
+
+def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs: Any) -> None:
+    """Compare targets with the support of the conditional distribution ``p(y | f)``."""
+    if is_conjugate(likelihood):
+        return
+    if isinstance(likelihood, SoftmaxLikelihood):
+        support: Any = constraints.integer_interval(0, likelihood.num_classes - 1)
+    else:
+        latent = torch.zeros_like(targets, dtype=torch.get_default_dtype())
+        support = likelihood.forward(latent, **kwargs).support
+    allowed = support.check(targets)
+    if isinstance(likelihood, BetaLikelihood):  # the density at 0 and 1 is zero or infinite
+        allowed = allowed & (targets > 0) & (targets < 1)
+    if allowed.all():
+        return
+    example = targets[~allowed].flatten()[0].item()
+    kind = type(likelihood).__name__
+    if isinstance(likelihood, BernoulliLikelihood):
+        hint = "labels must be 0 or 1"
+        if example == -1:
+            hint += "; turn -1/+1 labels into 0/1 with (y + 1) / 2"
+    elif isinstance(likelihood, BetaLikelihood):
+        hint = "targets must lie strictly between 0 and 1"
+    else:
+        hint = f"targets must satisfy {support}"
+    raise ValueError(f"{name}: {example:g} is not a possible observation of {kind}: {hint}.")

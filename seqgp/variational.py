@@ -1,0 +1,797 @@
+"""`DualVariationalStrategy`: the GPyTorch face of `seqgp.dual`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch import settings
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.models import ApproximateGP
+from gpytorch.variational._variational_strategy import _VariationalStrategy
+from linear_operator import LinearOperator, to_dense
+from linear_operator.operators import (
+    CholLinearOperator,
+    DiagLinearOperator,
+    MatmulLinearOperator,
+    TriangularLinearOperator,
+)
+from torch import Tensor
+
+from seqgp.dual import (
+    Batch,
+    Conditioned,
+    Convergence,
+    Duals,
+    Expectations,
+    Factors,
+    Sites,
+    condition,
+    converge,
+    expectations,
+    factorise,
+    kl_divergence,
+    natural_gradient_step,
+    posterior_mean,
+    posterior_variance,
+    project,
+    scaled_cholesky,
+    solve_lower,
+    transport_matrix,
+    zero_duals,
+)
+from seqgp.dual.conditioning import conditioned_from_sites
+from seqgp.dual.linalg import relative_jitter
+from seqgp.dual.natural_gradient import Evaluate
+from seqgp.dual.posterior import explained, unexplained_variance
+from seqgp.dual.projection import coincident
+from seqgp.dual.sites import has_one_latent, is_conjugate, observation_noise
+from seqgp.validation import check_inducing_points, check_inputs, check_targets
+
+#: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
+#: chunks together before they are computed anew at each pass over the data.
+CHUNK_ELEMENTS = 2**21
+KEEP_ELEMENTS = 2**25
+
+
+class _State(NamedTuple):
+    """Everything about the inducing points that predictions need."""
+
+    chol: Tensor  # ... x m x m, L
+    duals: Duals
+    factors: Factors
+    shared: bool  # one kernel and one set of inducing points serve all batches
+
+
+class _Prior(NamedTuple):
+    """The prior at some inputs, and its covariance with the function elsewhere."""
+
+    cross: Tensor  # ... x p x n
+    mean: Tensor  # ... x n
+    variance: Callable[[], Tensor]  # ... x n
+    covariance: Callable[[], LinearOperator]  # ... x n x n
+
+
+class _Observed(NamedTuple):
+    """Observations that the posterior process has been conditioned on, outside of Z."""
+
+    inputs: Tensor  # ... x q x d
+    targets: Tensor  # ... x q
+    likelihood: Likelihood
+    arguments: dict[str, Any]  # per-point arguments of the likelihood
+    sites: Sites  # ... [x c] x q
+
+
+class _Correction(NamedTuple):
+    """What `_Observed` does to predictions made with one particular `_State`."""
+
+    state: _State
+    conditioned: Conditioned
+    explained: Tensor  # ... x m x q, (I - W^-1) A at the observed inputs
+
+
+class DualVariationalStrategy(_VariationalStrategy):
+    r"""A variational strategy whose parameters are duals instead of a mean and a covariance.
+
+    The posterior over the inducing values is the prior times a Gaussian pseudo-likelihood,
+    :math:`q(u) \propto p_\theta(u)\, t(u)`. What is stored is :math:`t`, as whitened tied duals
+    (see `seqgp.dual`) together with the inducing points and the Cholesky factor that they were
+    made with. Hence the posterior follows the prior when hyperparameters or inducing points
+    change, and adding data is adding duals.
+
+    Duals are buffers, not parameters: they are moved by natural-gradient steps
+    (`natural_gradient_step`, `converge`), never by an optimiser. Before the first step the
+    posterior is the prior.
+
+    Args:
+        model: The model that the strategy belongs to; its ``forward`` gives the prior.
+        inducing_points: ``... x m x d`` inducing points.
+        num_latents: Number ``c`` of independent latent functions, for likelihoods of several
+            (`gpytorch.likelihoods.SoftmaxLikelihood`). The model then returns a
+            `MultitaskMultivariateNormal` with event shape ``n x c``. Kernel, mean and inducing
+            points are shared by the latents unless the last of their batch dimensions is ``c``;
+            if shared, they are evaluated and factorised once.
+        learn_inducing_locations: Whether the inducing points are a parameter.
+        batch_shape: Batch shape of the duals, by default that of the inducing points. It grows by
+            broadcasting when batched data are learnt.
+        jitter_val: Jitter on the diagonal of ``Kzz``, *relative* to that diagonal. By default
+            1e-8 in float64 and 1e-5 in float32.
+
+    Example:
+        >>> import torch, gpytorch
+        >>> from seqgp import DualVariationalStrategy
+        >>> class GP(gpytorch.models.ApproximateGP):
+        ...     def __init__(self, Z):
+        ...         super().__init__(DualVariationalStrategy(self, Z))
+        ...         self.mean_module = gpytorch.means.ConstantMean()
+        ...         self.covar_module = gpytorch.kernels.RBFKernel()
+        ...     def forward(self, x):
+        ...         return gpytorch.distributions.MultivariateNormal(
+        ...             self.mean_module(x), self.covar_module(x))
+        >>> x = torch.linspace(0, 1, 50).unsqueeze(-1)
+        >>> model = GP(x[::10]).eval()
+        >>> likelihood = gpytorch.likelihoods.PoissonLikelihood()
+        >>> info = model.variational_strategy.converge(x, torch.arange(50.0) // 10, likelihood)
+        >>> info.converged, model(x).mean.shape
+        (True, torch.Size([50]))
+    """
+
+    has_fantasy_strategy = True
+
+    def __init__(
+        self,
+        model: ApproximateGP,
+        inducing_points: Tensor,
+        num_latents: int | None = None,
+        learn_inducing_locations: bool = True,
+        batch_shape: torch.Size | None = None,
+        jitter_val: float | None = None,
+    ) -> None:
+        check_inducing_points(inducing_points)
+        if num_latents is not None and num_latents < 1:
+            raise ValueError(f"num_latents: expected at least 1, got {num_latents}.")
+        super().__init__(
+            model,
+            inducing_points,
+            variational_distribution=None,
+            learn_inducing_locations=learn_inducing_locations,
+            jitter_val=jitter_val,
+        )
+        self.variational_params_initialized: Tensor
+        self.num_latents = num_latents
+        Z = inducing_points.detach()
+        if batch_shape is None:
+            batch_shape = Z.shape[:-2] if num_latents is None else Z.shape[:-3]
+        if num_latents is not None:
+            batch_shape = torch.Size([*batch_shape, num_latents])
+        duals = zero_duals(Z, Z.shape[-2], batch_shape)
+        self.register_buffer("dual_lam", duals.lam)
+        self.register_buffer("dual_B", duals.B)
+        self.register_buffer("reference_points", Z.clone())
+        self.register_buffer("reference_chol", torch.zeros_like(duals.B))
+        self._cache: tuple[tuple[Tensor, ...], _State] | None = None
+        self._observed: _Observed | None = None
+        self._correction: _Correction | None = None
+
+    # ---------------------------------------------------------------- what it knows
+
+    @property
+    def jitter_val(self) -> float:
+        """Jitter relative to the diagonal of ``Kzz``."""
+        if self._jitter_val is None:
+            return relative_jitter(self.inducing_points.dtype)
+        return self._jitter_val
+
+    @jitter_val.setter
+    def jitter_val(self, jitter_val: float | None) -> None:
+        self._jitter_val = jitter_val
+
+    @property
+    def latent_dims(self) -> int:
+        """How many trailing batch dimensions of the duals are latent functions: 0 or 1."""
+        return 0 if self.num_latents is None else 1
+
+    @property
+    def duals(self) -> Duals:
+        """Whitened tied duals in the basis of the present inducing points and hyperparameters."""
+        return self._state().duals
+
+    @property
+    def lam(self) -> Tensor:
+        r"""``... x m``, :math:`\lambda = \sum_i k_{zi} \lambda_i`."""
+        state = self._state()
+        return (state.chol @ state.duals.lam.unsqueeze(-1)).squeeze(-1)
+
+    @property
+    def B(self) -> Tensor:
+        r"""``... x m x m``, :math:`B = \sum_i k_{zi} \beta_i k_{iz}`."""
+        state = self._state()
+        return state.chol @ state.duals.B @ state.chol.mT
+
+    @property
+    def alpha(self) -> Tensor:
+        r"""``... x m``, the paper's dual :math:`\alpha_u = E[u] - \mu(Z)`."""
+        state = self._state()
+        return (state.chol @ state.factors.mean.unsqueeze(-1)).squeeze(-1)
+
+    @property
+    def prior_distribution(self) -> MultivariateNormal:
+        """``p(v) = N(0, I)``, for the whitened inducing values ``u = mu(Z) + L v``."""
+        zeros = torch.zeros_like(self.dual_lam)
+        return MultivariateNormal(zeros, DiagLinearOperator(torch.ones_like(zeros)))
+
+    @property
+    def variational_distribution(self) -> MultivariateNormal:
+        """``q(v)`` for the whitened inducing values."""
+        R, mean = self._state().factors
+        eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+        root = solve_lower(R, eye.expand_as(R)).mT
+        covariance = CholLinearOperator(TriangularLinearOperator(root, upper=True))
+        return MultivariateNormal(mean, covariance)
+
+    def kl_divergence(self) -> Tensor:
+        """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
+        kl = kl_divergence(self._state().factors)
+        return kl.sum(-1) if self.latent_dims else kl
+
+    # ---------------------------------------------------------------- learning
+
+    @torch.no_grad()
+    def natural_gradient_step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        rho: float = 1.0,
+        num_data: int | None = None,
+        min_precision: float | None = 0.0,
+        **arguments: Any,
+    ) -> Tensor:
+        """One natural-gradient step on the evidence lower bound of a data set.
+
+        Args:
+            inputs: ``... x n x d`` inputs, all of them or a minibatch.
+            targets: ``... x n`` targets.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            rho: Step size, in (0, 1]. With a Gaussian likelihood, all data and ``rho=1`` one step
+                is exact.
+            num_data: Size of the whole data set, if this is a minibatch.
+            min_precision: Floor for the sites' precision; ``None`` for none.
+            arguments: Per-point arguments of the likelihood (``noise=``, ``total_count=``, ...),
+                with trailing dimension ``n``.
+
+        Returns:
+            The (estimated) bound before the step, of the batch shape of model and data.
+        """
+        if not 0 < rho <= 1:
+            raise ValueError(f"rho: expected a step size in (0, 1], got {rho}.")
+        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
+        n = inputs.shape[-2]
+        weight = 1.0 if num_data is None or n == 0 else num_data / n
+        state = self._state()
+        batches = self._batches(state, inputs, targets, likelihood, arguments)
+        duals, bound = natural_gradient_step(
+            state.duals,
+            batches(),
+            rho,
+            weight=weight,
+            latent_dims=self.latent_dims,
+            min_precision=min_precision,
+        )
+        self._store(duals, state.chol)
+        return bound
+
+    @torch.no_grad()
+    def converge(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        add: bool = False,
+        rho: float = 1.0,
+        tol: float = 1e-6,
+        max_steps: int = 100,
+        min_precision: float | None = 0.0,
+        **arguments: Any,
+    ) -> Convergence:
+        """Natural-gradient steps until the sites of all the given data have converged.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            targets: ``... x n`` targets.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            add: Whether the data come on top of what is known (the next batch of a stream), or
+                replace it (the default).
+            rho: The largest step size; steps that would lower the bound are shortened.
+            tol: Relative change of the duals at which to stop.
+            max_steps: Passes over the data at which to stop, with a warning.
+            min_precision: Floor for the sites' precision; ``None`` for none.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            How the iteration ended.
+        """
+        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
+        state = self._state()
+        duals, info = converge(
+            state.duals,
+            self._batches(state, inputs, targets, likelihood, arguments),
+            base=state.duals if add else None,
+            conjugate=is_conjugate(likelihood),
+            latent_dims=self.latent_dims,
+            min_precision=min_precision,
+            rho=rho,
+            tol=tol,
+            max_steps=max_steps,
+        )
+        self._store(duals, state.chol)
+        return info
+
+    @torch.no_grad()
+    def set_inducing_points(self, inducing_points: Tensor) -> None:
+        """Move to other inducing points, of any number, and take the duals along.
+
+        Args:
+            inducing_points: ``... x m' x d``. If they include the present ones, nothing is lost.
+        """
+        check_inducing_points(inducing_points)
+        check_inputs(inducing_points, self.inducing_points.shape[-1], "inducing_points")
+        if self._observed is not None:
+            raise RuntimeError("A conditioned (fantasy) model cannot move its inducing points.")
+        Z = inducing_points.detach().to(self.inducing_points).clone()
+        state = self._build(Z, self._prior_covariance(Z))
+        self._assign("inducing_points", Z)
+        self._store(state.duals, state.chol)
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Make the present inducing points and hyperparameters the duals' own basis.
+
+        Predictions do not change; later changes of hyperparameters start from here.
+        """
+        state = self._state()
+        self._store(state.duals, state.chol)
+
+    def get_fantasy_model(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        fixed_inducing: bool = False,
+        tol: float = 1e-6,
+        max_steps: int = 100,
+        **arguments: Any,
+    ) -> ApproximateGP:
+        r"""The model conditioned on more observations, for any likelihood.
+
+        The posterior *process* is conditioned (see `seqgp.dual.conditioning`): the result equals
+        an update with the new inputs added to the inducing points, and nothing of size ``m x m``
+        is formed. The model that is returned is of the same type, shares all hyperparameters with
+        this one, and can be conditioned again.
+
+        Args:
+            inputs: ``b x q x d`` or ``f x b x q x d`` inputs.
+            targets: ``b x q`` or ``f x b x q`` targets. Batch shapes broadcast: ``f`` sets of
+                targets for the same inputs share their covariances.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            fixed_inducing: Update the duals at the present inducing points instead, as the paper
+                does. The variance that those cannot explain then stays.
+            tol: Relative tolerance for the sites.
+            max_steps: The largest number of iterations for the sites.
+            arguments: Per-point arguments of the likelihood.
+        """
+        fantasy = self._shallow_copy()
+        strategy: DualVariationalStrategy = fantasy.variational_strategy
+        if fixed_inducing:
+            strategy.converge(
+                inputs,
+                targets,
+                likelihood,
+                add=True,
+                tol=tol,
+                max_steps=max_steps,
+                **arguments,
+            )
+            return fantasy
+        likelihood, arguments = self._check_data(
+            inputs, targets, likelihood, arguments, conditioned=True
+        )
+        if self._observed is not None:
+            inputs, targets, arguments = self._append(inputs, targets, arguments)
+        strategy._observe(inputs, targets, likelihood, arguments, tol, max_steps)
+        return fantasy
+
+    # ---------------------------------------------------------------- predictions
+
+    def __call__(self, x: Tensor, prior: bool = False, diag: bool = True) -> MultivariateNormal:
+        """``q(f)`` at inputs ``... x n x d``.
+
+        Args:
+            x: The inputs.
+            prior: Return the prior instead.
+            diag: In train mode, return only the variances (the off-diagonal elements are zero).
+                In eval mode the covariance is always full, and lazy.
+        """
+        if x.dim() == 1:
+            x = x.unsqueeze(-1)
+        if x.shape[-1] != self.inducing_points.shape[-1]:
+            check_inputs(x, self.inducing_points.shape[-1], "x")
+        if prior:
+            prior_f = self.model.forward(self._with_latents(x))
+            return self._distribution(prior_f.mean, prior_f.lazy_covariance_matrix)
+        self.variational_params_initialized.fill_(1)
+        return self.forward(x, diag_only=self.training and diag)
+
+    def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
+        """The predictive distribution; see `__call__`."""
+        state, x = self._state(), self._with_latents(x)
+        prior = self._joint_prior(self.inducing_points, x, state.shared)
+        A = solve_lower(state.chol, prior.cross)
+        mean = prior.mean + posterior_mean(A, state.factors)
+        correction = self._make_correction(state)
+        reduction = None
+        if correction is not None:
+            assert self._observed is not None
+            observed = self._with_latents(self._observed.inputs)
+            c = self._joint_prior(observed, x, state.shared).cross - correction.explained.mT @ A
+            mean = mean + (c.mT @ correction.conditioned.gain.unsqueeze(-1)).squeeze(-1)
+            reduction = correction.conditioned.root @ c  # ... x q x n
+        covariance: LinearOperator
+        if diag_only:
+            unexplained = unexplained_variance(A, prior.variance())
+            variance = posterior_variance(A, unexplained, state.factors)
+            if reduction is not None:
+                variance = (variance - reduction.square().sum(-2)).clamp_min(0)
+            covariance = DiagLinearOperator(variance)
+        else:
+            # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite.
+            jitter = DiagLinearOperator(self.jitter_val * prior.variance())
+            change = MatmulLinearOperator(-A.mT, explained(A, state.factors))
+            covariance = prior.covariance() + change + jitter
+            if reduction is not None:
+                covariance = covariance + MatmulLinearOperator(-reduction.mT, reduction)
+        return self._distribution(mean, covariance)
+
+    # ---------------------------------------------------------------- state and its cache
+
+    def _state(self) -> _State:
+        """Factorisations at the present inducing points, duals and hyperparameters.
+
+        In eval mode they are kept, detached from the graph, and used again only if the kernel
+        matrix, the inducing points and the duals are still the same, value by value: a change of
+        any of them, however it was made, is seen.
+        """
+        Z = self.inducing_points
+        if self.training or not settings.detach_test_caches.on():
+            return self._build(Z, self._prior_covariance(Z))
+        with torch.no_grad():
+            K = self._prior_covariance(Z)
+            key = (K, Z, self.dual_lam, self.dual_B, self.reference_points, self.reference_chol)
+            if self._cache is not None and _equal(self._cache[0], key):
+                return self._cache[1]
+            state = self._build(Z, K)
+            self._cache = (tuple(tensor.clone() for tensor in key), state)
+            return state
+
+    def _build(self, Z: Tensor, K: Tensor) -> _State:
+        """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
+        chol = scaled_cholesky(K, self.jitter_val)
+        duals = Duals(self.dual_lam, self.dual_B)
+        if self.variational_params_initialized:
+            reference = self.reference_points
+            moves = Z.requires_grad and torch.is_grad_enabled()
+            if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
+                transport = transport_matrix(chol, self.reference_chol)
+            else:
+                cross = self._joint_prior(Z, reference, shared=False).cross
+                if not moves:
+                    nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+                    cross = cross + coincident(Z, reference) * nugget
+                transport = transport_matrix(chol, self.reference_chol, cross)
+            duals = project(duals, transport)
+        elif Z.shape[-2] != duals.lam.shape[-1]:
+            duals = zero_duals(Z, Z.shape[-2], duals.lam.shape[:-1])
+        return _State(chol, duals, factorise(duals), K.shape[:-2].numel() == 1)
+
+    def _store(self, duals: Duals, chol: Tensor) -> None:
+        """Make ``duals`` the strategy's own, in the basis of the present inducing points."""
+        for tensor in duals:
+            if not tensor.isfinite().all():
+                raise FloatingPointError(
+                    "The update led to duals that are not finite; nothing has been changed. "
+                    "Check the scale of inputs, targets and hyperparameters."
+                )
+        self.dual_lam, self.dual_B = (tensor.detach() for tensor in duals)
+        self.reference_points = self.inducing_points.detach().clone()
+        self.reference_chol = chol.detach()
+        self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
+        self._clear_cache()
+
+    def _clear_cache(self) -> None:
+        self._cache = None
+
+    def _assign(self, name: str, value: Tensor) -> None:
+        """Replace a buffer or parameter by one that may have another shape."""
+        if isinstance(getattr(self, name), torch.nn.Parameter):
+            setattr(self, name, torch.nn.Parameter(value))
+        else:
+            setattr(self, name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # The number of inducing points and the batch shape of the duals may have changed.
+        for name in ("inducing_points", *_BUFFERS):
+            value = state_dict.get(prefix + name)
+            own = getattr(self, name)
+            if value is not None and value.shape != own.shape:
+                self._assign(name, own.new_zeros(value.shape))
+            elif name != "inducing_points":  # shared with fantasy models: never copied into
+                self._assign(name, own.clone())
+        self._clear_cache()
+        self._observed = self._correction = None
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        self._clear_cache()
+        self._correction = None
+        return super()._apply(fn, *args, **kwargs)
+
+    # ---------------------------------------------------------------- the prior
+
+    def _prior_covariance(self, Z: Tensor) -> Tensor:
+        """``Kzz``, ``... x m x m``, of the batch shape of kernel and inducing points."""
+        return to_dense(self.model.forward(Z).lazy_covariance_matrix)
+
+    def _joint_prior(self, left: Tensor, right: Tensor, shared: bool) -> _Prior:
+        """The prior at inputs ``right``, and its covariance with the values at ``left``.
+
+        Args:
+            left: ``... x p x d``.
+            right: ``... x n x d``.
+            shared: Whether one kernel serves all batches. Then a batch of inputs against a single
+                set is one flat kernel matrix.
+        """
+        forward, (p, d), (n, _) = self.model.forward, left.shape[-2:], right.shape[-2:]
+        left_batch, right_batch = left.shape[:-2], right.shape[:-2]
+        if shared and left_batch.numel() == 1:
+            joint = forward(torch.cat([left.reshape(p, d), right.reshape(-1, d)]))
+            covariance = joint.lazy_covariance_matrix
+            cross = to_dense(covariance[..., :p, p:]).reshape(p, *right_batch, n).movedim(0, -2)
+            mean = joint.mean[..., p:].reshape(*right_batch, n)
+        elif shared and right_batch.numel() == 1:
+            joint = forward(torch.cat([left.reshape(-1, d), right.reshape(n, d)]))
+            p = left_batch.numel() * p
+            covariance = joint.lazy_covariance_matrix
+            cross = to_dense(covariance[..., :p, p:]).reshape(*left_batch, -1, n)
+            mean = joint.mean[..., p:].reshape(*right_batch, n)
+        else:
+            batch = torch.broadcast_shapes(left_batch, right_batch)
+            joint = forward(torch.cat([left.expand(*batch, p, d), right.expand(*batch, n, d)], -2))
+            covariance = joint.lazy_covariance_matrix
+            cross, mean = to_dense(covariance[..., :p, p:]), joint.mean[..., p:]
+            right_batch = mean.shape[:-1]
+            shared = False
+
+        def variance() -> Tensor:
+            diagonal = covariance[..., p:, p:].diagonal(dim1=-1, dim2=-2)
+            return diagonal.reshape(*right_batch, n)
+
+        def full() -> LinearOperator:
+            if shared and right_batch:
+                return forward(right).lazy_covariance_matrix
+            return covariance[..., p:, p:]
+
+        return _Prior(cross, mean, variance, full)
+
+    def _with_latents(self, x: Tensor) -> Tensor:
+        """Inputs ``... x n x d`` with a batch dimension for the latents, if there are several."""
+        return x if self.num_latents is None else x.unsqueeze(-3)
+
+    def _distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
+        """``... [x c] x n`` moments as a distribution with event shape ``n [x c]``."""
+        if self.num_latents is None:
+            return MultivariateNormal(mean, covariance)
+        n, batch = mean.shape[-1], torch.broadcast_shapes(mean.shape[:-2], covariance.shape[:-3])
+        if mean.shape[-2] not in (1, self.num_latents):
+            raise ValueError(
+                f"num_latents: with {self.num_latents} latents, the last batch dimension of "
+                f"kernel, mean and inducing points must be {self.num_latents} or 1 (or they have "
+                f"none), got {mean.shape[-2]}."
+            )
+        batch = torch.Size([*batch, self.num_latents])
+        latents = MultivariateNormal(mean.expand(*batch, n), covariance.expand(*batch, n, n))
+        return MultitaskMultivariateNormal.from_batch_mvn(latents, task_dim=-1)
+
+    # ---------------------------------------------------------------- data
+
+    def _check_data(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None,
+        arguments: dict[str, Any],
+        conditioned: bool = False,
+    ) -> tuple[Likelihood, dict[str, Any]]:
+        """Validated likelihood and per-point arguments; raises before anything has changed."""
+        if self._observed is not None and not conditioned:
+            raise RuntimeError(
+                "This is a conditioned (fantasy) model: condition it further with "
+                "get_fantasy_model, or update the model that it came from."
+            )
+        likelihood = getattr(self.model, "likelihood", None) if likelihood is None else likelihood
+        if likelihood is None:
+            raise ValueError(
+                "likelihood: pass one, or give the model an attribute of that name; got None."
+            )
+        if has_one_latent(likelihood) != (self.num_latents is None):
+            wants = "one latent function" if self.num_latents else "several latent functions"
+            raise ValueError(
+                f"likelihood: {type(likelihood).__name__} is a likelihood of {wants}, but the "
+                f"strategy has num_latents={self.num_latents}."
+            )
+        check_inputs(inputs, self.inducing_points.shape[-1])
+        if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in arguments:
+            # Raises if the likelihood does not hold the noise of these very points.
+            observation_noise(likelihood, inputs.shape[-2])
+            arguments = {**arguments, "noise": likelihood.noise_covar.noise}
+        arguments = {k: v for k, v in arguments.items() if v is not None}
+        check_targets(targets, inputs, likelihood, **arguments)
+        return likelihood, arguments
+
+    def _likelihood_of(
+        self, targets: Tensor, likelihood: Likelihood, arguments: dict[str, Any]
+    ) -> Evaluate:
+        """The likelihood of some targets as a function of marginals ``... [x c] x n``."""
+
+        def evaluate(mean: Tensor, variance: Tensor) -> Expectations:
+            if self.num_latents is None:
+                return expectations(likelihood, targets, mean, variance, **arguments)
+            log_prob, alpha, beta = expectations(
+                likelihood, targets, mean.mT, variance.mT, **arguments
+            )
+            return Expectations(log_prob, alpha.mT, beta.mT)
+
+        return evaluate
+
+    def _batches(
+        self,
+        state: _State,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood,
+        arguments: dict[str, Any],
+    ) -> Callable[[], Iterable[Batch]]:
+        """Data in chunks whose size bounds the memory, whatever ``n`` is."""
+        n = inputs.shape[-2]
+        width = self.inducing_points.shape[-2] * inputs.shape[:-2].numel()
+        size = max(CHUNK_ELEMENTS // width, 1)
+        chunks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+        def batch(chunk: slice) -> Batch:
+            x, y = inputs[..., chunk, :], targets[..., chunk]
+            prior = self._joint_prior(self.inducing_points, self._with_latents(x), state.shared)
+            A = solve_lower(state.chol, prior.cross)
+            part = {key: _narrow(value, chunk, n) for key, value in arguments.items()}
+            evaluate = self._likelihood_of(y, likelihood, part)
+            return Batch(A, unexplained_variance(A, prior.variance()), prior.mean, evaluate)
+
+        if n * width <= KEEP_ELEMENTS:
+            batches = [batch(chunk) for chunk in chunks]
+            return lambda: batches
+        return lambda: map(batch, chunks)
+
+    # ---------------------------------------------------------------- conditioning
+
+    def _shallow_copy(self) -> ApproximateGP:
+        """A model of the same type that shares everything with this one but its own state."""
+        model, strategy = copy.copy(self.model), copy.copy(self)
+        for module in (model, strategy):
+            for name in ("_modules", "_parameters", "_buffers"):
+                module.__dict__[name] = dict(module.__dict__[name])
+        object.__setattr__(strategy, "model", model)
+        model.variational_strategy = strategy
+        return model
+
+    def _append(
+        self, inputs: Tensor, targets: Tensor, arguments: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """New observations behind those that the model is conditioned on already."""
+        old = self._observed
+        assert old is not None
+        old_n, n = old.inputs.shape[-2], inputs.shape[-2]
+        if arguments.keys() != old.arguments.keys():
+            raise ValueError(
+                f"arguments: the model was conditioned with {sorted(old.arguments)} before, now "
+                f"with {sorted(arguments)}; pass the same per-point arguments each time."
+            )
+        joined = {
+            key: _concatenate(_per_point(old.arguments[key], old_n), _per_point(value, n), -1)
+            for key, value in arguments.items()
+        }
+        inputs = _concatenate(old.inputs, inputs, -2)
+        return inputs, _concatenate(old.targets, targets.to(old.targets), -1), joined
+
+    def _moments(self, state: _State, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` at ``... x q x d``."""
+        prior = self._joint_prior(self.inducing_points, self._with_latents(x), state.shared)
+        A = solve_lower(state.chol, prior.cross)
+        explained_A = explained(A, state.factors)
+        covariance = to_dense(prior.covariance()) - A.mT @ explained_A
+        return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
+
+    def _observe(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood,
+        arguments: dict[str, Any],
+        tol: float,
+        max_steps: int,
+    ) -> None:
+        """Condition this (copied) strategy on observations outside of Z."""
+        state = self._state()
+        prior_mean, centred, covariance, explained_A = self._moments(state, inputs)
+        conditioned, _ = condition(
+            centred + prior_mean,
+            covariance,
+            prior_mean,
+            self._likelihood_of(targets, likelihood, arguments),
+            conjugate=is_conjugate(likelihood),
+            latent_dims=self.latent_dims,
+            tol=tol,
+            max_steps=max_steps,
+        )
+        self._observed = _Observed(inputs, targets, likelihood, arguments, conditioned.sites)
+        self._correction = _Correction(state, conditioned, explained_A)
+
+    def _make_correction(self, state: _State) -> _Correction | None:
+        """The effect of the observed points on predictions with ``state``, made anew if needed."""
+        if self._observed is None or (
+            self._correction is not None and self._correction.state is state
+        ):
+            return self._correction
+        _, centred, covariance, explained_A = self._moments(state, self._observed.inputs)
+        conditioned = conditioned_from_sites(centred, covariance, self._observed.sites)
+        self._correction = _Correction(state, conditioned, explained_A)
+        return self._correction
+
+
+_BUFFERS = (
+    "dual_lam",
+    "dual_B",
+    "reference_points",
+    "reference_chol",
+    "variational_params_initialized",
+)
+
+
+def _equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    """Whether two tuples of tensors are the same, value by value, dtype and device included."""
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _narrow(value: Any, chunk: slice, n: int) -> Any:
+    """The part of a per-point argument that belongs to a chunk of the ``n`` points."""
+    if isinstance(value, Tensor) and value.dim() and value.shape[-1] == n:
+        return value[..., chunk]
+    return value
+
+
+def _per_point(value: Any, n: int) -> Tensor:
+    """A likelihood's argument as a tensor with one element per point."""
+    value = torch.as_tensor(value)
+    return value.expand(*value.shape[:-1], n)
+
+
+def _concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:
+    """Concatenate along ``dim`` (-1 or -2), batch shapes broadcast."""
+    batch = torch.broadcast_shapes(left.shape[:dim], right.shape[:dim])
+    left = left.expand(*batch, *left.shape[dim:])
+    return torch.cat([left, right.expand(*batch, *right.shape[dim:])], dim)

@@ -14,7 +14,7 @@ which are the natural parameters of q minus those of the prior, for inducing val
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class Duals(NamedTuple):
 Pair = TypeVar("Pair", Duals, Sites)
 
 
-def zero_duals(like: Tensor, num_inducing: int, batch_shape: torch.Size = torch.Size()) -> Duals:
+def zero_duals(like: Tensor, num_inducing: int, batch_shape: Sequence[int] = ()) -> Duals:
     """The duals of no data at all, on the device and of the dtype of ``like``."""
     lam = torch.zeros(*batch_shape, num_inducing, dtype=like.dtype, device=like.device)
     return Duals(lam, torch.diag_embed(lam))

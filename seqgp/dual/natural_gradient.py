@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from linear_operator.utils.warnings import NumericalWarning
@@ -32,11 +32,8 @@ from seqgp.dual.posterior import (
 )
 from seqgp.dual.sites import Expectations, Sites, sites
 
-
-class Evaluate(Protocol):
-    """Maps marginal means and variances, ``... x n``, to expectations of the same shape."""
-
-    def __call__(self, mean: Tensor, variance: Tensor) -> Expectations: ...
+#: Maps marginal means and variances, ``... x n``, to expectations of the same shape.
+Evaluate = Callable[[Tensor, Tensor], Expectations]
 
 
 class Batch(NamedTuple):

@@ -1,7 +1,9 @@
 """seqgp: sparse Gaussian processes that learn from a stream, for any likelihood."""
 
+from seqgp import pathwise as _pathwise  # registers BoTorch's pathwise samplers  # noqa: F401
 from seqgp._version import __version__
 from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
+from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.variational import DualVariationalStrategy
 
@@ -10,5 +12,6 @@ __all__ = [
     "DualELBO",
     "DualVariationalStrategy",
     "OrdinalLikelihood",
+    "SequentialGP",
     "__version__",
 ]

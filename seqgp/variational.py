@@ -63,7 +63,7 @@ class _State(NamedTuple):
     chol: Tensor  # ... x m x m, L
     duals: Duals
     factors: Factors
-    shared: bool  # one kernel and one set of inducing points serve all batches
+    shared: bool  # one prior and one set of inducing points serve all batches
 
 
 class _Prior(NamedTuple):
@@ -171,7 +171,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         self.register_buffer("dual_lam", duals.lam)
         self.register_buffer("dual_B", duals.B)
         self.register_buffer("reference_points", Z.clone())
-        self.register_buffer("reference_chol", torch.zeros_like(duals.B))
+        self.register_buffer("reference_chol", torch.diag_embed(torch.ones_like(duals.lam)))
         self._cache: tuple[tuple[Tensor, ...], _State] | None = None
         self._observed: _Observed | None = None
         self._correction: _Correction | None = None
@@ -195,9 +195,29 @@ class DualVariationalStrategy(_VariationalStrategy):
         return 0 if self.num_latents is None else 1
 
     @property
+    def is_conditioned(self) -> bool:
+        """Whether this strategy belongs to a conditioned (fantasy) model."""
+        return self._observed is not None
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Batch shape of the posterior: of the prior, the duals and the observations on top."""
+        state = self._state()
+        shapes = [state.chol.shape[:-2], state.factors.mean.shape[:-1]]
+        if self._observed is not None:
+            shapes.append(self._observed.sites.lam.shape[:-1])
+        shape = torch.broadcast_shapes(*shapes)
+        return shape[:-1] if self.latent_dims else shape
+
+    @property
     def duals(self) -> Duals:
         """Whitened tied duals in the basis of the present inducing points and hyperparameters."""
         return self._state().duals
+
+    @property
+    def chol(self) -> Tensor:
+        """``... x m x m``, ``L = chol(Kzz)``."""
+        return self._state().chol
 
     @property
     def lam(self) -> Tensor:
@@ -342,7 +362,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         if self._observed is not None:
             raise RuntimeError("A conditioned (fantasy) model cannot move its inducing points.")
         Z = inducing_points.detach().to(self.inducing_points).clone()
-        state = self._build(Z, self._prior_covariance(Z))
+        state = self._build(Z, *self._prior_covariance(Z))
         self._assign("inducing_points", Z)
         self._store(state.duals, state.chol)
 
@@ -466,35 +486,32 @@ class DualVariationalStrategy(_VariationalStrategy):
         """
         Z = self.inducing_points
         if self.training or not settings.detach_test_caches.on():
-            return self._build(Z, self._prior_covariance(Z))
+            return self._build(Z, *self._prior_covariance(Z))
         with torch.no_grad():
-            K = self._prior_covariance(Z)
+            K, shared = self._prior_covariance(Z)
             key = (K, Z, self.dual_lam, self.dual_B, self.reference_points, self.reference_chol)
             if self._cache is not None and _equal(self._cache[0], key):
                 return self._cache[1]
-            state = self._build(Z, K)
+            state = self._build(Z, K, shared)
             self._cache = (tuple(tensor.clone() for tensor in key), state)
             return state
 
-    def _build(self, Z: Tensor, K: Tensor) -> _State:
+    def _build(self, Z: Tensor, K: Tensor, shared: bool) -> _State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
         chol = scaled_cholesky(K, self.jitter_val)
         duals = Duals(self.dual_lam, self.dual_B)
-        if self.variational_params_initialized:
-            reference = self.reference_points
-            moves = Z.requires_grad and torch.is_grad_enabled()
-            if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
-                transport = transport_matrix(chol, self.reference_chol)
-            else:
-                cross = self._joint_prior(Z, reference, shared=False).cross
-                if not moves:
-                    nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-                    cross = cross + coincident(Z, reference) * nugget
-                transport = transport_matrix(chol, self.reference_chol, cross)
-            duals = project(duals, transport)
-        elif Z.shape[-2] != duals.lam.shape[-1]:
-            duals = zero_duals(Z, Z.shape[-2], duals.lam.shape[:-1])
-        return _State(chol, duals, factorise(duals), K.shape[:-2].numel() == 1)
+        reference = self.reference_points
+        moves = Z.requires_grad and torch.is_grad_enabled()
+        if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
+            transport = transport_matrix(chol, self.reference_chol)
+        else:
+            cross = self._joint_prior(Z, reference, shared=False).cross
+            if not moves:
+                nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+                cross = cross + coincident(Z, reference) * nugget
+            transport = transport_matrix(chol, self.reference_chol, cross)
+        duals = project(duals, transport)
+        return _State(chol, duals, factorise(duals), shared)
 
     def _store(self, duals: Duals, chol: Tensor) -> None:
         """Make ``duals`` the strategy's own, in the basis of the present inducing points."""
@@ -542,9 +559,10 @@ class DualVariationalStrategy(_VariationalStrategy):
 
     # ---------------------------------------------------------------- the prior
 
-    def _prior_covariance(self, Z: Tensor) -> Tensor:
-        """``Kzz``, ``... x m x m``, of the batch shape of kernel and inducing points."""
-        return to_dense(self.model.forward(Z).lazy_covariance_matrix)
+    def _prior_covariance(self, Z: Tensor) -> tuple[Tensor, bool]:
+        """``Kzz``, ``... x m x m``, and whether one prior serves all batches."""
+        prior = self.model.forward(Z)
+        return to_dense(prior.lazy_covariance_matrix), prior.batch_shape.numel() == 1
 
     def _joint_prior(self, left: Tensor, right: Tensor, shared: bool) -> _Prior:
         """The prior at inputs ``right``, and its covariance with the values at ``left``.
@@ -552,7 +570,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         Args:
             left: ``... x p x d``.
             right: ``... x n x d``.
-            shared: Whether one kernel serves all batches. Then a batch of inputs against a single
+            shared: Whether one prior serves all batches. Then a batch of inputs against a single
                 set is one flat kernel matrix.
         """
         forward, (p, d), (n, _) = self.model.forward, left.shape[-2:], right.shape[-2:]
@@ -573,7 +591,7 @@ class DualVariationalStrategy(_VariationalStrategy):
             joint = forward(torch.cat([left.expand(*batch, p, d), right.expand(*batch, n, d)], -2))
             covariance = joint.lazy_covariance_matrix
             cross, mean = to_dense(covariance[..., :p, p:]), joint.mean[..., p:]
-            right_batch = mean.shape[:-1]
+            right_batch = covariance.shape[:-2]
             shared = False
 
         def variance() -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from botorch.sampling.qmc import MultivariateNormalQMCEngine
+from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
@@ -98,10 +99,11 @@ def expected_log_prob(
     Returns:
         A ``... x n`` tensor.
     """
+    mean, variance = _per_target(likelihood, targets, mean, variance)
     if has_one_latent(likelihood):
         marginals = MultivariateNormal(mean, DiagLinearOperator(variance))
         return likelihood.expected_log_prob(targets, marginals, **kwargs)
-    base = _base_samples(mean.shape[-1], NUM_BASE_SAMPLES, mean.dtype, mean.device)
+    base = base_samples(mean.shape[-1], NUM_BASE_SAMPLES, mean.dtype, mean.device)
     base = base.reshape(-1, *[1] * (mean.dim() - 1), mean.shape[-1])
     return _conditional_log_prob(likelihood, targets, mean + variance.sqrt() * base, **kwargs).mean(
         0
@@ -149,10 +151,8 @@ def expectations(
         if not create_graph:
             mean, variance = mean.detach(), variance.detach()
         # The derivatives are per observation: each needs a mean and a variance of its own.
-        one = has_one_latent(likelihood)
-        targets_shape = targets.shape if one else (*targets.shape, mean.shape[-1])
-        shape = torch.broadcast_shapes(targets_shape, mean.shape, variance.shape)
-        mean, variance = mean.expand(shape).clone(), variance.expand(shape).clone()
+        mean, variance = _per_target(likelihood, targets, mean, variance)
+        mean, variance = mean.clone(), _resolved(variance)
         if not create_graph:
             mean.requires_grad_(True)
             variance.requires_grad_(True)
@@ -204,9 +204,9 @@ def _bernoulli(
     :math:`\beta = -2 \sum_k w_k g'(f_k) x_k / \sqrt{2v}` are the exact derivatives of the
     quadrature's value; :math:`\beta > 0` because :math:`g'` decreases.
     """
-    nodes, weights = _nodes(likelihood, mean)
+    nodes, weights = _nodes(likelihood, targets, mean)
     sign = 2 * targets - 1
-    spread = (2 * variance).sqrt()
+    spread = (2 * _resolved(variance)).sqrt()
     signed = sign * (mean + spread * nodes)
     log_cdf = torch.special.log_ndtr(signed)
     log_pdf = -0.5 * signed.square() - 0.5 * math.log(2 * math.pi)
@@ -220,14 +220,16 @@ def _bernoulli(
 def _bernoulli_log_prob(
     likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
-    nodes, weights = _nodes(likelihood, mean)
+    nodes, weights = _nodes(likelihood, targets, mean)
     f = mean + (2 * variance).sqrt() * nodes
     return (weights * torch.special.log_ndtr((2 * targets - 1) * f)).sum(0)
 
 
-def _nodes(likelihood: _OneDimensionalLikelihood, mean: Tensor) -> tuple[Tensor, Tensor]:
+def _nodes(
+    likelihood: _OneDimensionalLikelihood, targets: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor]:
     """Nodes and normalised weights of the likelihood's quadrature, ``k x 1 x ... x 1``."""
-    shape = (-1, *[1] * mean.dim())
+    shape = (-1, *[1] * max(mean.dim(), targets.dim()))
     quadrature = likelihood.quadrature
     weights = quadrature.weights.to(mean) / math.sqrt(math.pi)
     return quadrature.locations.to(mean).reshape(shape), weights.reshape(shape)
@@ -272,6 +274,23 @@ def observation_noise(
     return noise.expand(*noise.shape[:-1], num_data)
 
 
+def _per_target(
+    likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance, expanded to the batch shape of the targets."""
+    latents = () if has_one_latent(likelihood) else mean.shape[-1:]
+    shape = torch.broadcast_shapes((*targets.shape, *latents), mean.shape, variance.shape)
+    return mean.expand(shape), variance.expand(shape)
+
+
+def _resolved(variance: Tensor) -> Tensor:
+    """The variance, or the smallest at which quadrature can see a curvature, as a new tensor.
+
+    Below it GPyTorch clamps, and the derivative with respect to the variance would be zero.
+    """
+    return variance.clamp_min(settings.min_variance.value(variance.dtype))
+
+
 def _conditional_log_prob(
     likelihood: Likelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
@@ -287,11 +306,11 @@ def _conditional_log_prob(
 
 
 @lru_cache(maxsize=32)
-def _base_samples(dim: int, num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``num x dim`` standard normal quasi-Monte-Carlo samples, in antithetic pairs.
+def base_samples(dim: int, num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``num x dim`` standard normal quasi-Monte-Carlo samples, exact for quadratic functions.
 
-    The pairs make the estimate of ``beta``, whose summands are of order ``1 / sqrt(v)``, well
-    behaved for small variances.
+    Antithetic pairs make their mean exact, which the estimate of ``beta``, whose summands are of
+    order ``1 / sqrt(v)``, needs for small variances; whitened, their covariance is exact too.
     """
     engine = MultivariateNormalQMCEngine(
         mean=torch.zeros(dim, dtype=torch.float64, device="cpu"),
@@ -299,4 +318,7 @@ def _base_samples(dim: int, num: int, dtype: torch.dtype, device: torch.device) 
         seed=0,
     )
     half: Any = engine.draw(num // 2)
+    if dim < len(half):
+        root = torch.linalg.cholesky(half.mT @ half / len(half))
+        half = torch.linalg.solve_triangular(root, half.mT, upper=False).mT
     return torch.cat([half, -half]).to(dtype=dtype, device=device)

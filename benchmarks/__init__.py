@@ -1,0 +1,29 @@
+"""Benchmarks: one command a table, ``python -m benchmarks NAME``.
+
+Each benchmark is a module of this package with two functions:
+
+    def units(options: Options) -> tuple[dict[str, Any], list[Unit]]
+        The settings that all measurements share, and the measurements to make.
+
+    def render(units: dict[str, dict[str, Any]], directory: Path) -> str
+        The measurements as Markdown; figures go to the directory.
+
+`BENCHMARKS` lists them. A measurement is written to disk as soon as it is made and is skipped the
+next time, so a long table can be filled in pieces (see `benchmarks.runner`).
+"""
+
+from typing import Literal, NamedTuple
+
+
+class Entry(NamedTuple):
+    """One line of ``python -m benchmarks --help``."""
+
+    description: str
+    repeats: Literal["seeds", "folds"]
+
+
+BENCHMARKS = {
+    "core": Entry(
+        "one natural-gradient step: speed against bare tensors, memory as n grows", "seeds"
+    ),
+}

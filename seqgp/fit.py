@@ -1,0 +1,143 @@
+"""Fitting hyperparameters to a data set, through BoTorch's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from botorch.fit import _fit_fallback, _fit_fallback_approximate
+from botorch.optim.closures import ForwardBackwardClosure
+from botorch.optim.utils import get_parameters
+from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from seqgp.objectives import DualELBO
+
+if TYPE_CHECKING:
+    from seqgp.model import SequentialGP
+
+#: Largest data set that is fitted with all data at each step.
+FULL_BATCH_LIMIT = 4096
+
+
+def fit(
+    model: SequentialGP,
+    mll: MarginalLogLikelihood,
+    closure: Callable[[], Any] | None = None,
+    closure_kwargs: dict[str, Any] | None = None,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    batch_size: int | None = None,
+    epochs: int = 20,
+    learning_rate: float = 0.03,
+    rho: float = 0.5,
+    progress: bool = False,
+    **kwargs: Any,
+) -> MarginalLogLikelihood:
+    """Fit the hyperparameters of a model; called by `botorch.fit.fit_gpytorch_mll`.
+
+    Up to `FULL_BATCH_LIMIT` observations: L-BFGS on the bound maximised over q. At each evaluation
+    the sites are converged, so that the gradient is exact, and the optimiser sees hyperparameters
+    only. Beyond: minibatches, each a natural-gradient step and an Adam step.
+
+    Args:
+        model: The model, which holds its training data.
+        mll: The objective: `DualELBO`, or any other of GPyTorch's bounds for approximate GPs. For
+            an exact marginal likelihood, which a sparse GP does not have, the `DualELBO` is used.
+        closure: A closure of the user's own, for BoTorch's fallback.
+        closure_kwargs: Its arguments.
+        optimizer_kwargs: Passed to the optimiser (``options={"maxiter": ...}``, ``timeout_sec``).
+        batch_size: Size of minibatches; ``None``: all data if there are not too many.
+        epochs: Passes over the data in minibatches.
+        learning_rate: Adam's, for minibatches.
+        rho: Natural-gradient step size for minibatches.
+        progress: Whether to show a progress bar.
+        kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
+    """
+    if closure is not None:
+        return _fit_fallback_approximate(
+            mll,
+            closure=closure,
+            closure_kwargs=closure_kwargs,
+            optimizer_kwargs=optimizer_kwargs,
+            **kwargs,
+        )
+    objective = mll
+    if not isinstance(mll, _ApproximateMarginalLogLikelihood):
+        objective = DualELBO(mll.likelihood, model)
+    if batch_size is None and model.num_data > FULL_BATCH_LIMIT:
+        batch_size = 1024
+    if batch_size is None:
+        _fit_full_batch(model, objective, optimizer_kwargs or {}, progress, **kwargs)
+    else:
+        objective.train()
+        _fit_minibatches(model, objective, batch_size, epochs, learning_rate, rho, progress)
+    model.refresh()
+    return mll.eval()
+
+
+def _fit_full_batch(
+    model: SequentialGP,
+    mll: _ApproximateMarginalLogLikelihood,
+    optimizer_kwargs: dict[str, Any],
+    progress: bool,
+    **kwargs: Any,
+) -> None:
+    parameters = {
+        name: parameter
+        for name, parameter in get_parameters(mll, requires_grad=True).items()
+        # Inducing points at all inputs are optimal already.
+        if not (name.endswith("inducing_points") and model.inducing_points_cover_data)
+    }
+    bar = tqdm(desc="fit", unit=" evaluations", disable=not progress)
+
+    def loss() -> Tensor:
+        bar.update()
+        model.refresh()
+        return -mll(
+            model(model.train_inputs[0]), model.train_targets, **model.likelihood_arguments
+        ).sum()
+
+    if parameters:
+        _fit_fallback(
+            mll,
+            closure=ForwardBackwardClosure(loss, parameters),
+            optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
+            **kwargs,
+        )
+    bar.close()
+
+
+def _fit_minibatches(
+    model: SequentialGP,
+    mll: _ApproximateMarginalLogLikelihood,
+    batch_size: int,
+    epochs: int,
+    learning_rate: float,
+    rho: float,
+    progress: bool,
+) -> None:
+    (X,), Y, n = model.train_inputs, model.train_targets, model.num_data
+    optimizer = torch.optim.Adam(
+        [parameter for parameter in mll.parameters() if parameter.requires_grad], lr=learning_rate
+    )
+    steps = epochs * -(-n // batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    # The same minibatches whatever the global random state: fits are reproducible.
+    generator = torch.Generator().manual_seed(0)
+    with tqdm(total=steps, desc="fit", unit=" steps", disable=not progress) as bar:
+        for _ in range(epochs):
+            order = torch.randperm(n, generator=generator, device="cpu").to(X.device)
+            for index in order.split(batch_size):
+                x, y = X[..., index, :], Y[..., index]
+                arguments = {k: v[..., index] for k, v in model.likelihood_arguments.items()}
+                model.natural_gradient_step(x, y, rho, **arguments)
+                optimizer.zero_grad()
+                loss = -mll(model(x), y, **arguments).sum()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                bar.update()
+                bar.set_postfix(elbo=f"{-loss.item():.4f}", refresh=False)

@@ -1,0 +1,485 @@
+"""`SequentialGP`: a sparse GP for any likelihood, as a BoTorch model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from botorch.acquisition.objective import PosteriorTransform
+from botorch.models.gpytorch import GPyTorchModel
+from botorch.models.model import FantasizeMixin
+from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.models.utils import gpt_posterior_settings, validate_input_scaling
+from botorch.models.utils.gpytorch_modules import (
+    get_covar_module_with_dim_scaled_prior,
+    get_gaussian_likelihood_with_lognormal_prior,
+)
+from botorch.models.utils.inducing_point_allocators import (
+    GreedyVarianceReduction,
+    InducingPointAllocator,
+)
+from botorch.posteriors import GPyTorchPosterior, Posterior
+from botorch.utils.datasets import SupervisedDataset
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.means import ConstantMean, Mean
+from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.models import ApproximateGP
+from torch import Tensor
+
+from seqgp.dual.sites import has_one_latent, is_conjugate
+from seqgp.fit import fit
+from seqgp.posteriors import ObservationPosterior
+from seqgp.subset import select_outputs
+from seqgp.validation import check_inputs, check_targets
+from seqgp.variational import DualVariationalStrategy
+
+#: Inducing points by default: all inputs, up to this many.
+MAX_INDUCING = 100
+
+
+class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
+    r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
+
+    A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
+    start: the sites are converged at the initial hyperparameters; `fit_gpytorch_mll` with a
+    `DualELBO` learns the hyperparameters.
+
+    Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
+    as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of
+    targets, and the posterior is over its latents.
+
+    Args:
+        train_X: ``batch_shape x n x d`` inputs.
+        train_Y: ``batch_shape x n x m`` targets.
+        train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
+        likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
+            fixed noise if ``train_Yvar`` is given.
+        covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
+        mean_module: The mean; by default a constant.
+        inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
+            or their number; by default all inputs, at most `MAX_INDUCING`.
+        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
+            at construction.
+        outcome_transform: Applied to the targets; for real-valued likelihoods only.
+        inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
+            default greedily by variance reduction.
+        learn_inducing_points: Whether fitting moves them, where they are fewer than the inputs.
+        likelihood_arguments: Per-point arguments of the likelihood for the training data,
+            ``batch_shape x n`` each (``{"total_count": ...}``).
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from botorch.sampling import SobolQMCNormalSampler
+        >>> from seqgp import SequentialGP
+        >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+        >>> model = SequentialGP(X, (X > 0.5).to(X), likelihood=BernoulliLikelihood())
+        >>> candidates = torch.rand(8, 1, 1, dtype=torch.double)
+        >>> fantasies = model.fantasize(candidates, SobolQMCNormalSampler(torch.Size([16])))
+        >>> fantasies.posterior(X).mean.shape
+        torch.Size([16, 8, 20, 1])
+    """
+
+    variational_strategy: DualVariationalStrategy
+    train_inputs: tuple[Tensor, ...]
+    train_targets: Tensor
+    likelihood_arguments: dict[str, Any]
+    _has_output_dim: Any  # bool: whether the last batch dimension is that of the outputs
+
+    def __init__(
+        self,
+        train_X: Tensor,
+        train_Y: Tensor,
+        train_Yvar: Tensor | None = None,
+        likelihood: Likelihood | None = None,
+        covar_module: Kernel | None = None,
+        mean_module: Mean | None = None,
+        inducing_points: Tensor | int | None = None,
+        input_transform: InputTransform | None = None,
+        outcome_transform: OutcomeTransform | None = None,
+        inducing_point_allocator: InducingPointAllocator | None = None,
+        learn_inducing_points: bool = True,
+        likelihood_arguments: dict[str, Tensor] | None = None,
+    ) -> None:
+        check_inputs(train_X, name="train_X")
+        _check_train_Y(train_X, train_Y)
+        with torch.no_grad():
+            if input_transform is not None:
+                input_transform.train()
+            X = self.transform_inputs(train_X, input_transform)
+            if outcome_transform is not None:
+                outcome_transform.train()
+                train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=X)
+        m, batch_shape = train_Y.shape[-1], train_X.shape[:-2]
+        self._has_output_dim = m > 1
+        aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
+        Y = self._to_targets(train_Y)
+        noise = None if train_Yvar is None else self._to_targets(train_Yvar)
+        if likelihood is None:
+            if noise is None:
+                likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
+            else:
+                likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
+        arguments = dict(likelihood_arguments or {})
+        if noise is not None:
+            arguments["noise"] = noise
+        latents = None if has_one_latent(likelihood) else likelihood.num_features
+        if latents is not None:
+            if m > 1:
+                raise ValueError(
+                    f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}."
+                )
+            aug_batch_shape = batch_shape
+        check_targets(Y, X.unsqueeze(-3) if m > 1 else X, likelihood, name="train_Y", **arguments)
+        if covar_module is None:
+            if is_conjugate(likelihood):
+                validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
+            covar_module = get_covar_module_with_dim_scaled_prior(
+                ard_num_dims=X.shape[-1], batch_shape=aug_batch_shape
+            ).to(X)
+        allocator = inducing_point_allocator or GreedyVarianceReduction()
+        Z = _choose_inducing_points(X, inducing_points, covar_module, allocator)
+        if m > 1 and Z.dim() > 2:
+            Z = Z.unsqueeze(-3)
+        super().__init__(
+            DualVariationalStrategy(
+                self,
+                Z,
+                num_latents=latents,
+                learn_inducing_locations=learn_inducing_points,
+                batch_shape=aug_batch_shape,
+            )
+        )
+        self._num_outputs = m if latents is None else latents
+        self.likelihood = likelihood
+        self.covar_module = covar_module
+        self.mean_module = mean_module or ConstantMean(batch_shape=aug_batch_shape)
+        self.train_inputs = (train_X,)
+        self.train_targets = Y
+        self.likelihood_arguments = arguments
+        if input_transform is not None:
+            # Frozen: Z and the past live in the transformed space.
+            for transform in input_transform.modules():
+                if getattr(transform, "learn_coefficients", False):
+                    transform.learn_coefficients = False
+            self.input_transform = input_transform
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform
+        self.to(train_X)
+        self.refresh()
+        self.eval()
+
+    # ---------------------------------------------------------------- shapes
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
+        shape = self.variational_strategy.batch_shape
+        return shape[:-1] if self._has_output_dim else shape
+
+    @property
+    def num_data(self) -> int:
+        """The number of training points."""
+        return self.train_inputs[0].shape[-2]
+
+    @property
+    def inducing_points_cover_data(self) -> bool:
+        """Whether there is an inducing point for each training point."""
+        return self.variational_strategy.inducing_points.shape[-2] >= self.num_data
+
+    def _to_targets(self, Y: Tensor) -> Tensor:
+        """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
+        return Y.mT if self._has_output_dim else Y.squeeze(-1)
+
+    def _with_outputs(self, X: Tensor) -> Tensor:
+        """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
+        return X.unsqueeze(-3) if self._has_output_dim else X
+
+    # ---------------------------------------------------------------- the model
+
+    def forward(self, X: Tensor) -> MultivariateNormal:
+        """The prior at transformed inputs ``... x n x d``."""
+        return MultivariateNormal(self.mean_module(X), self.covar_module(X))
+
+    def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
+        """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            prior: Return the prior instead.
+            kwargs: Passed to the variational strategy.
+
+        Returns:
+            A distribution with event shape ``n``, its last batch dimension that of the outputs if
+            there are several; with several latents, a multitask one with event shape ``n x c``.
+        """
+        if self.training:
+            inputs = self.transform_inputs(inputs)
+        return super().__call__(self._with_outputs(inputs), prior=prior, **kwargs)
+
+    def train(self, mode: bool = True) -> SequentialGP:
+        """Set train or eval mode; training inputs stay as they were given."""
+        return torch.nn.Module.train(self, mode)
+
+    def eval(self) -> SequentialGP:
+        """Set eval mode."""
+        return self.train(False)
+
+    def posterior(  # type: ignore[override]
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: PosteriorTransform | None = None,
+        **arguments: Any,
+    ) -> Posterior:
+        """The posterior at ``... x q x d`` inputs.
+
+        Args:
+            X: The inputs.
+            output_indices: The outputs to compute it for; by default all.
+            observation_noise: Whether to include the noise of observations. With a likelihood that
+                is not Gaussian, the result is a posterior over *observations* (0/1, counts, ...),
+                an `ObservationPosterior`. A tensor ``... x q x m`` gives the noise variances of
+                Gaussian observations.
+            posterior_transform: Applied to the posterior.
+            arguments: Per-point arguments of the likelihood for observations (``total_count=``).
+
+        Returns:
+            A posterior over ``... x q x m`` values.
+        """
+        if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
+            return self.subset_output(output_indices).posterior(
+                X,
+                observation_noise=observation_noise,
+                posterior_transform=posterior_transform,
+                **arguments,
+            )
+        self.eval()
+        X = self.transform_inputs(X)
+        with gpt_posterior_settings():
+            f = self(X)
+            noisy = observation_noise is not False
+            if noisy and is_conjugate(self.likelihood):
+                f = self.likelihood(f, **self._noise_at(f, observation_noise))
+            f = _expanded(f)
+            if self._has_output_dim:
+                f = MultitaskMultivariateNormal.from_batch_mvn(f, task_dim=-1)
+        latent = GPyTorchPosterior(distribution=f)
+        posterior: Posterior = latent
+        if noisy and not is_conjugate(self.likelihood):
+            if isinstance(observation_noise, Tensor):
+                raise ValueError(
+                    "observation_noise: noise variances are for Gaussian likelihoods, this is a "
+                    f"{type(self.likelihood).__name__}; pass True."
+                )
+            posterior = ObservationPosterior(
+                latent, self.likelihood, arguments, not has_one_latent(self.likelihood)
+            )
+        if hasattr(self, "outcome_transform"):
+            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+        if posterior_transform is not None:
+            posterior = posterior_transform(posterior=posterior, X=X)
+        return posterior
+
+    def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
+        """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
+        shape = torch.Size([*f.batch_shape, *f.event_shape])
+        if isinstance(noise, Tensor):
+            return {"noise": self._to_targets(noise).expand(shape)}
+        if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
+            # As BoTorch does: the mean of the noise seen so far.
+            return {"noise": self.likelihood.noise.mean(-1, keepdim=True).expand(shape)}
+        return {}
+
+    # ---------------------------------------------------------------- learning
+
+    @torch.no_grad()
+    def refresh(self, tol: float = 1e-8) -> None:
+        """Converge the sites of the training data at the present hyperparameters.
+
+        Args:
+            tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
+        """
+        X, Y = self._with_outputs(self.transform_inputs(self.train_inputs[0])), self.train_targets
+        strategy, arguments = self.variational_strategy, self.likelihood_arguments
+        if is_conjugate(self.likelihood):
+            strategy.natural_gradient_step(X, Y, self.likelihood, **arguments)
+        else:
+            strategy.converge(X, Y, self.likelihood, tol=tol, **arguments)
+
+    @torch.no_grad()
+    def natural_gradient_step(
+        self, X: Tensor, targets: Tensor, rho: float, **arguments: Any
+    ) -> None:
+        """One step on a minibatch of the training data.
+
+        Args:
+            X: ``batch_shape x n' x d`` raw inputs.
+            targets: ``batch_shape [x m] x n'`` transformed targets.
+            rho: The step size.
+            arguments: Per-point arguments of the likelihood.
+        """
+        self.variational_strategy.natural_gradient_step(
+            self._with_outputs(self.transform_inputs(X)),
+            targets,
+            self.likelihood,
+            rho,
+            num_data=self.num_data,
+            **arguments,
+        )
+
+    def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
+        """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.fit.fit` for the options."""
+        return fit(self, mll, **kwargs)
+
+    def set_train_data(
+        self, inputs: Tensor | None = None, targets: Tensor | None = None, strict: bool = True
+    ) -> None:
+        """Replace the training data, without learning from them; `refresh` does.
+
+        Args:
+            inputs: ``batch_shape x n x d`` raw inputs.
+            targets: ``batch_shape [x m] x n`` transformed targets.
+            strict: Whether shapes must be those of the present data.
+        """
+        for name, new, old in (
+            ("inputs", inputs, self.train_inputs[0]),
+            ("targets", targets, self.train_targets),
+        ):
+            if strict and new is not None and new.shape != old.shape:
+                raise ValueError(f"{name}: expected shape {tuple(old.shape)}, got {new.shape}.")
+        if inputs is not None:
+            self.train_inputs = (inputs,)
+        if targets is not None:
+            self.train_targets = targets
+
+    # ---------------------------------------------------------------- conditioning
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> SequentialGP:
+        """A model of the same type that has seen more observations; this one is unchanged.
+
+        The posterior process is conditioned exactly, with converged sites, in site space (see
+        `DualVariationalStrategy.get_fantasy_model`). Hyperparameters are shared, not copied.
+
+        Args:
+            X: ``batch_shape x n' x d`` inputs.
+            Y: ``batch_shape' x n' x m`` observations; batch shapes broadcast, missing ones on the
+                left are added.
+            noise: Noise variances of Gaussian observations, of the shape of ``Y``, in the space of
+                transformed outcomes.
+            kwargs: ``fixed_inducing=True`` for the paper's update, ``tol``, ``max_steps``, and
+                per-point arguments of the likelihood (``total_count=``), ``... x n'``.
+        """
+        X_tf = self.transform_inputs(X)
+        if hasattr(self, "outcome_transform"):
+            self.outcome_transform.eval()
+            Y, _ = self.outcome_transform(Y, X=X_tf)
+        expected = 1 if self.variational_strategy.num_latents else self.num_outputs
+        if Y.dim() < 2 or Y.shape[-1] != expected:
+            raise ValueError(
+                f"Y: expected shape ... x {X.shape[-2]} x {expected}, got {tuple(Y.shape)}."
+            )
+        if noise is not None:
+            kwargs["noise"] = self._to_targets(noise)
+        elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
+            mean_noise = self.likelihood.noise_covar.noise.mean(-1, keepdim=True)
+            kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
+        return self.variational_strategy.get_fantasy_model(
+            self._with_outputs(X_tf), self._to_targets(Y), **kwargs
+        )
+
+    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, **kwargs: Any) -> SequentialGP:
+        """`condition_on_observations` with GPyTorch's names; `ModelListGP` calls it.
+
+        Args:
+            inputs: ``... x n' x d`` raw inputs.
+            targets: ``... [x m] x n'`` transformed targets.
+            kwargs: As for `condition_on_observations`.
+        """
+        inputs = self._with_outputs(self.transform_inputs(inputs))
+        return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
+
+    # ---------------------------------------------------------------- housekeeping
+
+    @classmethod
+    def construct_inputs(cls, training_data: SupervisedDataset, **kwargs: Any) -> dict[str, Any]:
+        """Constructor arguments from a BoTorch data set.
+
+        Args:
+            training_data: The data set.
+            kwargs: Further arguments of the constructor.
+        """
+        return {**super().construct_inputs(training_data), **kwargs}
+
+    def subset_output(self, idcs: list[int]) -> SequentialGP:
+        """A model of some of the outputs.
+
+        Args:
+            idcs: Their indices.
+        """
+        m = self.num_outputs
+        idcs = [i % m if -m <= i < m else i for i in idcs]
+        if any(not 0 <= i < m for i in idcs) or not idcs:
+            raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
+        if idcs == list(range(m)):
+            return self
+        if not self._has_output_dim:
+            raise ValueError("idcs: the latents of one likelihood cannot be separated.")
+        if self.variational_strategy.is_conditioned:
+            raise ValueError("idcs: select the outputs first, then condition or fantasise.")
+        model = copy.deepcopy(self)
+        select_outputs(model, idcs)
+        return model
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
+        self.train_inputs = tuple(fn(X) for X in self.train_inputs)
+        self.train_targets = fn(self.train_targets)
+        self.likelihood_arguments = {k: fn(v) for k, v in self.likelihood_arguments.items()}
+        return super()._apply(fn, *args, **kwargs)
+
+
+def _check_train_Y(train_X: Tensor, train_Y: Tensor) -> None:
+    """Raise unless ``train_Y`` is ``batch_shape x n x m`` for inputs ``batch_shape x n x d``."""
+    if not isinstance(train_Y, Tensor):
+        raise TypeError(f"train_Y: expected a torch.Tensor, got {type(train_Y).__name__}.")
+    if train_Y.shape[:-1] != train_X.shape[:-1] or train_Y.shape[-1:].numel() == 0:
+        raise ValueError(
+            f"train_Y: expected shape {' x '.join(map(str, train_X.shape[:-1]))} x m (one column "
+            f"per output), got {tuple(train_Y.shape)}."
+        )
+
+
+def _expanded(f: MultivariateNormal) -> MultivariateNormal:
+    """A covariance that fantasies share, written out for code that expects one each."""
+    covariance = f.lazy_covariance_matrix
+    if covariance.shape[:-2] == f.batch_shape:
+        return f
+    return f.__class__(f.mean, covariance.expand(*f.batch_shape, *covariance.shape[-2:]))
+
+
+def _choose_inducing_points(
+    X: Tensor,
+    inducing_points: Tensor | int | None,
+    covar_module: Kernel,
+    allocator: InducingPointAllocator,
+) -> Tensor:
+    """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``."""
+    if isinstance(inducing_points, Tensor):
+        return inducing_points
+    n = X.shape[-2]
+    if n == 0:
+        raise ValueError("train_X: without data, pass inducing_points as a tensor.")
+    number = min(n, MAX_INDUCING if inducing_points is None else inducing_points)
+    if number < 1:
+        raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
+    if number == n:
+        return X
+    return allocator.allocate_inducing_points(X, covar_module, number, X.shape[:-2])

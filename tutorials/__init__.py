@@ -1,0 +1,1 @@
+"""Tutorials: scripts that can be read from top to bottom, and run."""

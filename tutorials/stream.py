@@ -1,0 +1,141 @@
+"""Learning from a stream: labels in the plane and counts in time, one batch after another.
+
+Run ``python -m tutorials.stream``. Both streams arrive from left to right, the hardest order for a
+model that never sees old data again. After each batch the streaming model is compared with one that
+is fitted from scratch to everything seen so far. The figure is saved as ``figures/stream.png``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import gpytorch
+import torch
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
+from torch import Tensor
+from tqdm import tqdm
+
+from seqgp import DualVariationalStrategy
+from tutorials.plotting import StreamFigure
+
+BATCHES, SIZE = (5, 40) if os.environ.get("SEQGP_SMOKE") else (10, 200)
+
+
+class GP(gpytorch.models.ApproximateGP):
+    """An ordinary GPyTorch model: only the variational strategy is new."""
+
+    def __init__(self, inducing_points: Tensor, mean: float) -> None:
+        super().__init__(DualVariationalStrategy(self, inducing_points))
+        self.mean_module = gpytorch.means.ConstantMean().initialize(constant=mean)
+        kernel = gpytorch.kernels.MaternKernel(nu=2.5).initialize(lengthscale=0.8)
+        self.covar_module = gpytorch.kernels.ScaleKernel(kernel).initialize(outputscale=6.0)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        """The prior."""
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class Stream(NamedTuple):
+    """Data in the order in which they arrive, test data, and what to learn with."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    likelihood: Likelihood
+    inducing_points: Tensor
+    mean: float = 0.0
+
+
+class Comparison(NamedTuple):
+    """Two models after a batch: one has seen it and forgotten it, one is fitted to all so far."""
+
+    batch: int
+    stream: GP
+    refit: GP
+    nlpd: tuple[float, float]
+
+
+def labels() -> Stream:
+    """Two interleaved half circles, 0 and 1, sorted by the first input."""
+
+    def draw(n: int) -> tuple[Tensor, Tensor]:
+        angle, y = torch.pi * torch.rand(n), torch.arange(n) % 2
+        sign = 1.0 - 2.0 * y
+        x = torch.stack([angle.cos() - 0.5 * sign, sign * (angle.sin() - 0.25)], -1)
+        return x + 0.25 * torch.randn(n, 2), y.to(x)
+
+    x, y = draw(BATCHES * SIZE)
+    order = x[:, 0].argsort()
+    Z = torch.cartesian_prod(torch.linspace(-2, 2, 9), torch.linspace(-1.2, 1.2, 6))
+    return Stream("labels", x[order], y[order], *draw(1000), BernoulliLikelihood(), Z)
+
+
+def rate(t: Tensor) -> Tensor:
+    """The rate at which the counted events happen."""
+    return 4 + 3 * torch.sin(1.3 * t) + 6 * torch.exp(-((t - 6.5) ** 2) / 0.3)
+
+
+def counts() -> Stream:
+    """Events whose rate changes with time."""
+
+    def draw(t: Tensor) -> tuple[Tensor, Tensor]:
+        return t.unsqueeze(-1), torch.poisson(rate(t))
+
+    x, y = draw(torch.linspace(0, 10, BATCHES * SIZE))
+    Z = torch.linspace(0, 10, 30).unsqueeze(-1)
+    return Stream("counts", x, y, *draw(10 * torch.rand(1000)), PoissonLikelihood(), Z, mean=4.0)
+
+
+def learn(data: Stream) -> Iterator[Comparison]:
+    """Show a stream to a model, batch by batch."""
+    print(f"\n{data.name}\nbatch   seen  steps  ms update  ms refit  NLPD stream  NLPD refit")
+    stream = GP(data.inducing_points, data.mean).eval()
+    for batch in tqdm(range(1, BATCHES + 1), desc=data.name, leave=False):
+        new, seen = slice((batch - 1) * SIZE, batch * SIZE), slice(batch * SIZE)
+        start = time.perf_counter()
+
+        # Only the new batch is at hand; add=True puts it on top of what is known.
+        info = stream.variational_strategy.converge(
+            data.x[new], data.y[new], data.likelihood, add=True, tol=1e-3
+        )
+        middle = time.perf_counter()
+
+        # For comparison: a new model, with all data so far at hand.
+        refit = GP(data.inducing_points, data.mean).eval()
+        refit.variational_strategy.converge(data.x[seen], data.y[seen], data.likelihood, tol=1e-3)
+        end = time.perf_counter()
+
+        nlpd = nlpd_of(stream, data), nlpd_of(refit, data)
+        tqdm.write(
+            f"{batch:5}{batch * SIZE:7}{info.steps:7}{1e3 * (middle - start):11.1f}"
+            f"{1e3 * (end - middle):10.1f}{nlpd[0]:13.4f}{nlpd[1]:12.4f}"
+        )
+        yield Comparison(batch, stream, refit, nlpd)
+
+
+@torch.no_grad()
+def nlpd_of(model: GP, data: Stream) -> float:
+    """Negative log predictive density of the test data, per point: lower is better."""
+    return -float(data.likelihood.log_marginal(data.test_y, model(data.test_x)).mean())
+
+
+def main() -> None:
+    """Two streams: two tables and one figure."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    figure = StreamFigure(BATCHES, SIZE)
+    for comparison in learn(data := labels()):
+        figure.add_labels(data, comparison)
+    for comparison in learn(data := counts()):
+        figure.add_counts(data, comparison, rate)
+    print(f"\nThe figure is in {figure.save('stream')}.")
+
+
+if __name__ == "__main__":
+    main()

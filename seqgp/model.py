@@ -10,7 +10,7 @@ import torch
 from botorch.acquisition.objective import PosteriorTransform
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
-from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.input import AffineInputTransform, InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils import gpt_posterior_settings, validate_input_scaling
 from botorch.models.utils.gpytorch_modules import (
@@ -89,7 +89,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     train_inputs: tuple[Tensor, ...]
     train_targets: Tensor
     likelihood_arguments: dict[str, Any]
-    _has_output_dim: Any  # bool: whether the last batch dimension is that of the outputs
+    _has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if input_transform is not None:
             # Frozen: Z and the past live in the transformed space.
             for transform in input_transform.modules():
-                if getattr(transform, "learn_coefficients", False):
+                if isinstance(transform, AffineInputTransform):
                     transform.learn_coefficients = False
             self.input_transform = input_transform
         if outcome_transform is not None:
@@ -267,7 +267,6 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             noisy = observation_noise is not False
             if noisy and is_conjugate(self.likelihood):
                 f = self.likelihood(f, **self._noise_at(f, observation_noise))
-            f = _expanded(f)
             if self._has_output_dim:
                 f = MultitaskMultivariateNormal.from_batch_mvn(f, task_dim=-1)
         latent = GPyTorchPosterior(distribution=f)
@@ -455,14 +454,6 @@ def _check_train_Y(train_X: Tensor, train_Y: Tensor) -> None:
             f"train_Y: expected shape {' x '.join(map(str, train_X.shape[:-1]))} x m (one column "
             f"per output), got {tuple(train_Y.shape)}."
         )
-
-
-def _expanded(f: MultivariateNormal) -> MultivariateNormal:
-    """A covariance that fantasies share, written out for code that expects one each."""
-    covariance = f.lazy_covariance_matrix
-    if covariance.shape[:-2] == f.batch_shape:
-        return f
-    return f.__class__(f.mean, covariance.expand(*f.batch_shape, *covariance.shape[-2:]))
 
 
 def _choose_inducing_points(

@@ -16,7 +16,6 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     CholLinearOperator,
     DiagLinearOperator,
-    MatmulLinearOperator,
     TriangularLinearOperator,
 )
 from torch import Tensor
@@ -49,6 +48,7 @@ from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.posterior import explained, unexplained_variance
 from seqgp.dual.projection import coincident
 from seqgp.dual.sites import has_one_latent, is_conjugate, observation_noise
+from seqgp.linear_operators import PosteriorCovariance
 from seqgp.validation import check_inducing_points, check_inputs, check_targets
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
@@ -468,11 +468,14 @@ class DualVariationalStrategy(_VariationalStrategy):
             covariance = DiagLinearOperator(variance)
         else:
             # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite.
-            jitter = DiagLinearOperator(self.jitter_val * prior.variance())
-            change = MatmulLinearOperator(-A.mT, explained(A, state.factors))
-            covariance = prior.covariance() + change + jitter
-            if reduction is not None:
-                covariance = covariance + MatmulLinearOperator(-reduction.mT, reduction)
+            covariance = PosteriorCovariance(
+                prior.covariance(),
+                A,
+                explained(A, state.factors),
+                self.jitter_val * prior.variance(),
+                A[..., :0, :] if reduction is None else reduction,
+                batch_shape=mean.shape[:-1],
+            )
         return self._distribution(mean, covariance)
 
     # ---------------------------------------------------------------- state and its cache

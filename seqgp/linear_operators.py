@@ -1,0 +1,108 @@
+"""The covariance of a posterior, lazily and with shared parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator, to_dense
+from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
+from linear_operator.utils.getitem import _noop_index
+from torch import Tensor
+
+
+class PosteriorCovariance(LinearOperator):
+    r""":math:`K - A^T E + \operatorname{diag}(\epsilon) - C^T C`, each with its own batch shape.
+
+    GPyTorch's sums of operators expand all their terms to a common batch shape. Here the terms
+    that fantasies share are evaluated once, and only results are expanded.
+
+    Args:
+        prior: ``... x n x n`` prior covariance ``K``.
+        A: ``... x m x n`` whitened cross-covariance.
+        explained: ``... x m x n``, ``E = (I - W^-1) A``.
+        jitter: ``... x n``.
+        reduction: ``... x q x n``, what observations outside of Z take away; ``q`` may be zero.
+        batch_shape: The batch shape of the result, if it is larger than those of the terms.
+    """
+
+    def __init__(
+        self,
+        prior: LinearOperator,
+        A: Tensor,
+        explained: Tensor,
+        jitter: Tensor,
+        reduction: Tensor,
+        batch_shape: torch.Size | None = None,
+    ) -> None:
+        batch_shape = torch.broadcast_shapes(
+            batch_shape or (),
+            prior.shape[:-2],
+            A.shape[:-2],
+            explained.shape[:-2],
+            jitter.shape[:-1],
+            reduction.shape[:-2],
+        )
+        super().__init__(prior, A, explained, jitter, reduction, batch_shape=batch_shape)
+        self.prior, self.A, self.explained = prior, A, explained
+        self.jitter, self.reduction = jitter, reduction
+        self._full_batch_shape = batch_shape
+
+    def _size(self) -> torch.Size:
+        return torch.Size([*self._full_batch_shape, *self.prior.shape[-2:]])
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _diagonal(self) -> Tensor:
+        prior = self.prior.diagonal(dim1=-1, dim2=-2)
+        value = prior + self.jitter - (self.A * self.explained).sum(-2)
+        return (value - self.reduction.square().sum(-2)).expand(self.shape[:-1])
+
+    def to_dense(self) -> Tensor:
+        """The ``... x n x n`` matrix."""
+        value = to_dense(self.prior) + torch.diag_embed(self.jitter) - self.A.mT @ self.explained
+        return (value - self.reduction.mT @ self.reduction).expand(self.shape)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        vector = rhs.dim() == 1
+        rhs = rhs.unsqueeze(-1) if vector else rhs
+        product = self.prior @ rhs + self.jitter.unsqueeze(-1) * rhs
+        product = product - self.A.mT @ (self.explained @ rhs)
+        product = product - self.reduction.mT @ (self.reduction @ rhs)
+        product = product.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), -1, -1)
+        return product.squeeze(-1) if vector else product
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        terms = (self.prior, self.A, self.explained, self.jitter, self.reduction)
+        return PosteriorCovariance(*terms, batch_shape=torch.Size(batch_shape))
+
+    # Whatever rearranges batches or picks elements works on terms of one common batch shape.
+
+    def _written_out(self) -> LinearOperator:
+        terms = self.prior + MatmulLinearOperator(-self.A.mT, self.explained)
+        terms = terms + MatmulLinearOperator(-self.reduction.mT, self.reduction)
+        batch = self._full_batch_shape
+        return terms._expand_batch(batch) + DiagLinearOperator(
+            self.jitter.expand(*batch, self.jitter.shape[-1])
+        )
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if row_index is _noop_index and col_index is _noop_index and not batch_indices:
+            return self
+        return self._written_out()._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
+        return self._written_out()._get_indices(row_index, col_index, *batch_indices)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._written_out()._unsqueeze_batch(dim)
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        if dims == tuple(range(len(dims))):
+            return self
+        return self._written_out()._permute_batch(*dims)
+
+    def repeat(self, *sizes: Any) -> LinearOperator:
+        """As `torch.Tensor.repeat`."""
+        return self._written_out().repeat(*sizes)

@@ -26,4 +26,7 @@ BENCHMARKS = {
     "core": Entry(
         "one natural-gradient step: speed against bare tensors, memory as n grows", "seeds"
     ),
+    "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
+    "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
+    "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
 }

@@ -47,11 +47,17 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     speed = {"n": 10_000, "m": 200, "d": 8, "rounds": 15}
     memory = {"m": 100, "d": 4}
     sizes, seeds = [10_000, 100_000, 1_000_000], 3
+    threads_tried = sorted({1, torch.get_num_threads()})
     if options.quick:
         speed, sizes, seeds = {"n": 500, "m": 30, "d": 4, "rounds": 5}, sizes[:2], 1
+        threads_tried = [1]
     work = [
-        Unit(f"step/{name}/seed{seed}", partial(measure_step, name, seed, **speed))
+        Unit(
+            f"step/{name}/threads={threads}/seed{seed}",
+            partial(measure_step, name, seed, threads, **speed),
+        )
         for seed in range(options.repeats or seeds)
+        for threads in threads_tried
         for name in LIKELIHOODS
     ]
     work += [
@@ -162,8 +168,10 @@ def bare_expectations(
 # -------------------------------------------------------------------------------- measurements
 
 
-def measure_step(name: str, seed: int, n: int, m: int, d: int, rounds: int) -> dict[str, Any]:
-    """Seconds for one step three ways, and how far their results lie apart."""
+def measure_step(
+    name: str, seed: int, threads: int, n: int, m: int, d: int, rounds: int
+) -> dict[str, Any]:
+    """Time for one step three ways, and how far their results lie apart."""
     x, y = make_data(name, n, d, seed)
     Z = x[:m].clone()
     likelihood = LIKELIHOODS[name]().double().requires_grad_(False)
@@ -217,7 +225,10 @@ def measure_step(name: str, seed: int, n: int, m: int, d: int, rounds: int) -> d
                 f"{name}: the step in {rival} leads elsewhere than ours (relative difference "
                 f"{differences[rival]:.1e}), so their times cannot be compared."
             )
+    default = torch.get_num_threads()
+    torch.set_num_threads(threads)
     times = race(steps, repeats=rounds)
+    torch.set_num_threads(default)
     return {
         "milliseconds": {way: round(1e3 * times.median(way), 2) for way in times},
         "ratio": {way: round(times.ratio("ours", way), 3) for way in ("bare", "gpytorch")},
@@ -251,23 +262,25 @@ def memory_of_step(n: int, m: int, d: int) -> Iterator[int]:
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     """Two tables."""
     lines = [
-        "Milliseconds for one step (median), and how many times as long ours takes as the same "
-        f"arithmetic in bare tensors (target: at most {TARGET}), range over seeds:",
+        "Milliseconds for one step (median over seeds), and how many times as long ours takes as "
+        f"the same arithmetic in bare tensors (target: at most {TARGET}), with its range:",
         "",
-        "| likelihood | ours | bare tensors | GPyTorch NGD | ours / bare | GPyTorch / ours |",
-        "|---|---|---|---|---|---|",
+        "| likelihood | threads | ours | bare tensors | GPyTorch | ours / bare | GPyTorch / ours |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name in LIKELIHOODS:
-        rows = [unit for key, unit in units.items() if key.startswith(f"step/{name}/")]
-        if not rows:
-            continue
-        ms = {way: statistics.median(r["milliseconds"][way] for r in rows) for way in WAYS}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for key, unit in units.items():
+        if key.startswith("step/"):
+            groups.setdefault(key.rpartition("/")[0], []).append(unit)
+    for group, rows in sorted(groups.items()):
+        _, name, threads = group.split("/")
+        ms = {way: statistics.median(row["milliseconds"][way] for row in rows) for way in WAYS}
         ratios = sorted(row["ratio"]["bare"] for row in rows)
         speedup = 1 / statistics.median(row["ratio"]["gpytorch"] for row in rows)
         spread = f" ({ratios[0]:.2f}-{ratios[-1]:.2f})" if len(ratios) > 1 else ""
         lines.append(
-            f"| {name} | {ms['ours']:.1f} | {ms['bare']:.1f} | {ms['gpytorch']:.1f} "
-            f"| {statistics.median(ratios):.2f}{spread} | {speedup:.2f} |"
+            f"| {name} | {threads.removeprefix('threads=')} | {ms['ours']:.1f} | {ms['bare']:.1f} "
+            f"| {ms['gpytorch']:.1f} | {statistics.median(ratios):.2f}{spread} | {speedup:.2f} |"
         )
     lines += [
         "",

@@ -93,6 +93,14 @@ def _fit_full_batch(
     }
     bar = tqdm(desc="fit", unit=" evaluations", disable=not progress)
 
+    sites = None
+
+    def dual_loss() -> Tensor:
+        nonlocal sites
+        bar.update()
+        bound, sites = model.bound(sites)
+        return -mll.with_priors(bound, model.num_data).sum()
+
     def loss() -> Tensor:
         bar.update()
         model.refresh()
@@ -103,7 +111,9 @@ def _fit_full_batch(
     if parameters:
         _fit_fallback(
             mll,
-            closure=ForwardBackwardClosure(loss, parameters),
+            closure=ForwardBackwardClosure(
+                dual_loss if isinstance(mll, DualELBO) and mll.beta == 1 else loss, parameters
+            ),
             optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
             **kwargs,
         )

@@ -29,8 +29,10 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.means import ConstantMean, Mean
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ApproximateGP
+from linear_operator.operators import BlockDiagLinearOperator
 from torch import Tensor
 
+from seqgp.dual import Sites
 from seqgp.dual.sites import has_one_latent, is_conjugate
 from seqgp.fit import fit
 from seqgp.posteriors import ObservationPosterior
@@ -129,22 +131,24 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if noise is not None:
             arguments["noise"] = noise
         latents = None if has_one_latent(likelihood) else likelihood.num_features
-        if latents is not None:
-            if m > 1:
-                raise ValueError(
-                    f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}."
-                )
-            aug_batch_shape = batch_shape
+        if latents is not None and m > 1:
+            raise ValueError(
+                f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}."
+            )
+        # Modules are shared by the latents: batches have a dimension of size 1 for these.
+        module_shape = aug_batch_shape
+        if latents is not None and batch_shape:
+            module_shape = torch.Size([*batch_shape, 1])
         check_targets(Y, X.unsqueeze(-3) if m > 1 else X, likelihood, name="train_Y", **arguments)
         if covar_module is None:
             if is_conjugate(likelihood):
                 validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
             covar_module = get_covar_module_with_dim_scaled_prior(
-                ard_num_dims=X.shape[-1], batch_shape=aug_batch_shape
+                ard_num_dims=X.shape[-1], batch_shape=module_shape
             ).to(X)
         allocator = inducing_point_allocator or GreedyVarianceReduction()
         Z = _choose_inducing_points(X, inducing_points, covar_module, allocator)
-        if m > 1 and Z.dim() > 2:
+        if (m > 1 or latents is not None) and Z.dim() > 2:
             Z = Z.unsqueeze(-3)
         super().__init__(
             DualVariationalStrategy(
@@ -158,7 +162,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._num_outputs = m if latents is None else latents
         self.likelihood = likelihood
         self.covar_module = covar_module
-        self.mean_module = mean_module or ConstantMean(batch_shape=aug_batch_shape)
+        self.mean_module = mean_module or ConstantMean(batch_shape=module_shape)
         self.train_inputs = (train_X,)
         self.train_targets = Y
         self.likelihood_arguments = arguments
@@ -199,6 +203,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def _with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
         return X.unsqueeze(-3) if self._has_output_dim else X
+
+    def _with_output_blocks(self, f: MultivariateNormal) -> MultivariateNormal:
+        """``q(f)`` with its outputs as blocks of the covariance, as BoTorch's caches ask."""
+        if isinstance(f, MultitaskMultivariateNormal):
+            mean, covariance = f.mean, f.lazy_covariance_matrix.base_linear_op
+        elif self._has_output_dim:
+            mean, covariance = f.mean.mT, f.lazy_covariance_matrix
+        else:
+            return f
+        blocks = BlockDiagLinearOperator(covariance)
+        return MultitaskMultivariateNormal(mean, blocks, interleaved=False)
 
     # ---------------------------------------------------------------- the model
 
@@ -267,9 +282,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             noisy = observation_noise is not False
             if noisy and is_conjugate(self.likelihood):
                 f = self.likelihood(f, **self._noise_at(f, observation_noise))
-            if self._has_output_dim:
-                f = MultitaskMultivariateNormal.from_batch_mvn(f, task_dim=-1)
-        latent = GPyTorchPosterior(distribution=f)
+        latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
         if noisy and not is_conjugate(self.likelihood):
             if isinstance(observation_noise, Tensor):
@@ -311,6 +324,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             strategy.natural_gradient_step(X, Y, self.likelihood, **arguments)
         else:
             strategy.converge(X, Y, self.likelihood, tol=tol, **arguments)
+
+    def bound(self, start: Sites | None = None, tol: float = 1e-8) -> tuple[Tensor, Sites]:
+        """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
+
+        Args:
+            start: Sites to start from.
+            tol: Relative tolerance for the sites.
+        """
+        X = self._with_outputs(self.transform_inputs(self.train_inputs[0]))
+        return self.variational_strategy.bound(
+            X, self.train_targets, self.likelihood, start, tol, **self.likelihood_arguments
+        )
 
     @torch.no_grad()
     def natural_gradient_step(
@@ -473,4 +498,8 @@ def _choose_inducing_points(
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
     if number == n:
         return X
-    return allocator.allocate_inducing_points(X, covar_module, number, X.shape[:-2])
+    batch_shape = X.shape[:-2]
+    if batch_shape and len(covar_module.batch_shape) > len(batch_shape):
+        # BoTorch's allocators know no batches of several outputs: choose for the first of these.
+        covar_module = covar_module[(*[slice(None)] * len(batch_shape), 0)]
+    return allocator.allocate_inducing_points(X, covar_module, number, batch_shape)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
@@ -35,7 +37,7 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         likelihood: The likelihood.
         model: A model whose variational strategy is a `DualVariationalStrategy`.
         num_data: The total number of observations, if the bound is evaluated on minibatches; by
-            default the number of targets given.
+            default the model's ``num_data`` if it has one, else the number of targets given.
         beta: Factor of the KL term.
         combine_terms: Whether to return the sum, or its terms.
 
@@ -70,6 +72,7 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         combine_terms: bool = True,
     ) -> None:
         self.num_data: int | None
+        num_data = num_data or getattr(model, "num_data", None)
         super().__init__(likelihood, model, num_data, beta, combine_terms)
 
     def forward(
@@ -85,12 +88,42 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         Returns:
             A tensor of the batch shape of model and data.
         """
-        given: int | None = self.num_data
-        self.num_data = given or approximate_dist_f.event_shape[0]
-        try:
-            return super().forward(approximate_dist_f, target, **kwargs)
-        finally:
-            self.num_data = given
+        n = approximate_dist_f.event_shape[0]
+        num_data = self.num_data or n
+        log_likelihood = self._log_likelihood_term(approximate_dist_f, target, **kwargs) / n
+        kl = self.model.variational_strategy.kl_divergence() * (self.beta / num_data)
+        log_prior = self._log_prior(log_likelihood) / num_data
+        added = [term.loss() for term in self.model.added_loss_terms()]
+        if not self.combine_terms:
+            return (log_likelihood, kl, log_prior, *([sum(added)] if added else []))
+        return log_likelihood - kl + log_prior - sum(added)
+
+    def with_priors(self, bound: Tensor, num_data: int) -> Tensor:
+        """A bound that is summed over all data, plus the log priors, per observation.
+
+        Args:
+            bound: A tensor of the batch shape of model and data.
+            num_data: The number of observations.
+        """
+        added = sum(term.loss() for term in self.model.added_loss_terms())
+        return (bound + self._log_prior(bound)) / num_data - added
+
+    def _log_prior(self, like: Tensor) -> Tensor:
+        """Unlike in GPyTorch's bounds: each prior once, in a batch of models to each its own."""
+        log_prior = torch.zeros_like(like)
+        for _, module, prior, closure, _ in self.named_priors():
+            term = prior.log_prob(closure(module))
+            log_prior = log_prior + term.reshape(*term.shape[: like.dim()], -1).sum(-1)
+        return log_prior
+
+    def named_priors(self) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+        """As in GPyTorch, but a likelihood that is the model's own counts once."""
+        seen = set()
+        for name, module, prior, closure, setting_closure in super().named_priors():
+            key = (id(module), name.rpartition(".")[2])
+            if key not in seen:
+                seen.add(key)
+                yield name, module, prior, closure, setting_closure
 
     def _log_likelihood_term(
         self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any

@@ -17,6 +17,7 @@ _EVENT_DIMS = {
     "reference_points": 2,
     "dual_lam": 1,
     "dual_B": 2,
+    "reference_mean": 1,
     "reference_chol": 2,
 }
 

@@ -30,15 +30,19 @@ from seqgp.dual import (
     Sites,
     condition,
     converge,
+    converge_sites,
     expectations,
+    expected_log_prob,
     factorise,
     kl_divergence,
     natural_gradient_step,
     posterior_mean,
     posterior_variance,
     project,
+    recentre,
     scaled_cholesky,
     solve_lower,
+    tie,
     transport_matrix,
     zero_duals,
 )
@@ -61,6 +65,7 @@ class _State(NamedTuple):
     """Everything about the inducing points that predictions need."""
 
     chol: Tensor  # ... x m x m, L
+    prior_mean: Tensor  # ... x m
     duals: Duals
     factors: Factors
     shared: bool  # one prior and one set of inducing points serve all batches
@@ -171,8 +176,9 @@ class DualVariationalStrategy(_VariationalStrategy):
         self.register_buffer("dual_lam", duals.lam)
         self.register_buffer("dual_B", duals.B)
         self.register_buffer("reference_points", Z.clone())
+        self.register_buffer("reference_mean", torch.zeros_like(duals.lam))
         self.register_buffer("reference_chol", torch.diag_embed(torch.ones_like(duals.lam)))
-        self._cache: tuple[tuple[Tensor, ...], _State] | None = None
+        self._cache: tuple[bool, tuple[Tensor, ...], _State] | None = None
         self._observed: _Observed | None = None
         self._correction: _Correction | None = None
 
@@ -254,7 +260,7 @@ class DualVariationalStrategy(_VariationalStrategy):
 
     def kl_divergence(self) -> Tensor:
         """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
-        kl = kl_divergence(self._state().factors)
+        kl = kl_divergence(self._state(same_pass=True).factors)
         return kl.sum(-1) if self.latent_dims else kl
 
     # ---------------------------------------------------------------- learning
@@ -301,7 +307,7 @@ class DualVariationalStrategy(_VariationalStrategy):
             latent_dims=self.latent_dims,
             min_precision=min_precision,
         )
-        self._store(duals, state.chol)
+        self._store(duals, state)
         return bound
 
     @torch.no_grad()
@@ -347,8 +353,57 @@ class DualVariationalStrategy(_VariationalStrategy):
             tol=tol,
             max_steps=max_steps,
         )
-        self._store(duals, state.chol)
+        self._store(duals, state)
         return info
+
+    def bound(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        start: Sites | None = None,
+        tol: float = 1e-8,
+        **arguments: Any,
+    ) -> tuple[Tensor, Sites]:
+        """The evidence lower bound of a data set, maximised over q, with its exact gradient.
+
+        The sites are converged at the present hyperparameters and then held fixed, which at the
+        maximum over q leaves the gradient as it is. Does not change the strategy's own duals.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            targets: ``... x n`` targets.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            start: Sites to start from, say those at the hyperparameters of the previous step.
+            tol: Relative tolerance for the sites.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            The bound, of the batch shape of model and data, and the sites.
+        """
+        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
+        prior_Z = self.model.forward(self.inducing_points)
+        chol = scaled_cholesky(to_dense(prior_Z.lazy_covariance_matrix), self.jitter_val)
+        shared = prior_Z.batch_shape.numel() == 1
+        prior = self._joint_prior(self.inducing_points, self._with_latents(inputs), shared)
+        A = solve_lower(chol, prior.cross)
+        unexplained = unexplained_variance(A, prior.variance())
+        with torch.no_grad():
+            batch = Batch(
+                A.detach(),
+                unexplained.detach(),
+                prior.mean.detach(),
+                self._likelihood_of(targets, likelihood, arguments),
+            )
+            site = converge_sites(batch, start, is_conjugate(likelihood), self.latent_dims, tol=tol)
+        factors = factorise(tie(A, site))
+        mean = prior.mean + posterior_mean(A, factors)
+        variance = posterior_variance(A, unexplained, factors)
+        if self.latent_dims:
+            mean, variance = mean.mT, variance.mT
+        kl = kl_divergence(factors)
+        fit = expected_log_prob(likelihood, targets, mean, variance, **arguments).sum(-1)
+        return fit - (kl.sum(-1) if self.latent_dims else kl), site
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
@@ -362,9 +417,8 @@ class DualVariationalStrategy(_VariationalStrategy):
         if self._observed is not None:
             raise RuntimeError("A conditioned (fantasy) model cannot move its inducing points.")
         Z = inducing_points.detach().to(self.inducing_points).clone()
-        state = self._build(Z, *self._prior_covariance(Z))
-        self._assign("inducing_points", Z)
-        self._store(state.duals, state.chol)
+        state = self._build(Z)
+        self._store(state.duals, state, Z)
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -373,7 +427,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         Predictions do not change; later changes of hyperparameters start from here.
         """
         state = self._state()
-        self._store(state.duals, state.chol)
+        self._store(state.duals, state)
 
     def get_fantasy_model(
         self,
@@ -480,53 +534,77 @@ class DualVariationalStrategy(_VariationalStrategy):
 
     # ---------------------------------------------------------------- state and its cache
 
-    def _state(self) -> _State:
+    def _state(self, same_pass: bool = False) -> _State:
         """Factorisations at the present inducing points, duals and hyperparameters.
 
-        In eval mode they are kept, detached from the graph, and used again only if the kernel
-        matrix, the inducing points and the duals are still the same, value by value: a change of
-        any of them, however it was made, is seen.
+        They are kept, and used again only if the kernel matrix, the inducing points and the duals
+        are still the same, value by value: a change of any of them, however it was made, is seen.
+        In eval mode they are detached from the graph. In train mode a graph is good for one
+        backward pass, so only what belongs to the same pass uses it again.
         """
-        Z = self.inducing_points
-        if self.training or not settings.detach_test_caches.on():
-            return self._build(Z, *self._prior_covariance(Z))
-        with torch.no_grad():
-            K, shared = self._prior_covariance(Z)
-            key = (K, Z, self.dual_lam, self.dual_B, self.reference_points, self.reference_chol)
-            if self._cache is not None and _equal(self._cache[0], key):
-                return self._cache[1]
-            state = self._build(Z, K, shared)
-            self._cache = (tuple(tensor.clone() for tensor in key), state)
-            return state
+        if not self.training and settings.detach_test_caches.on():
+            with torch.no_grad():
+                return self._cached(self.model.forward(self.inducing_points), use=True)
+        if same_pass:
+            with torch.no_grad():
+                now = self.model.forward(self.inducing_points)
+            return self._cached(now, use=True)
+        return self._cached(self.model.forward(self.inducing_points), use=False)
 
-    def _build(self, Z: Tensor, K: Tensor, shared: bool) -> _State:
+    def _cached(self, prior: MultivariateNormal, use: bool) -> _State:
+        """The state of a prior at Z, from the cache if ``use`` and if it is there."""
+        graph = torch.is_grad_enabled()
+        key = (
+            to_dense(prior.lazy_covariance_matrix),
+            prior.mean,
+            self.inducing_points,
+            *(getattr(self, name) for name in _BUFFERS),
+        )
+        cache, self._cache = self._cache, None
+        if use and cache is not None and cache[0] == graph and _equal(cache[1], key):
+            if not graph:
+                self._cache = cache
+            return cache[2]
+        if graph and not key[0].requires_grad:  # the prior was only made to look for it
+            prior = self.model.forward(self.inducing_points)
+        state = self._build(self.inducing_points, prior)
+        self._cache = (graph, tuple(tensor.detach().clone() for tensor in key), state)
+        return state
+
+    def _build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> _State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
+        prior = self.model.forward(Z) if prior is None else prior
+        K, shared = to_dense(prior.lazy_covariance_matrix), prior.batch_shape.numel() == 1
         chol = scaled_cholesky(K, self.jitter_val)
-        duals = Duals(self.dual_lam, self.dual_B)
         reference = self.reference_points
         moves = Z.requires_grad and torch.is_grad_enabled()
         if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
-            transport = transport_matrix(chol, self.reference_chol)
+            mean, transport = prior.mean, transport_matrix(chol, self.reference_chol)
         else:
-            cross = self._joint_prior(Z, reference, shared=False).cross
+            joint = self._joint_prior(Z, reference, shared=False)
+            mean, cross = joint.mean, joint.cross
             if not moves:
                 nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
                 cross = cross + coincident(Z, reference) * nugget
             transport = transport_matrix(chol, self.reference_chol, cross)
+        duals = Duals(self.dual_lam, self.dual_B)
+        duals = recentre(duals, self.reference_chol, self.reference_mean - mean)
         duals = project(duals, transport)
-        return _State(chol, duals, factorise(duals), shared)
+        return _State(chol, prior.mean, duals, factorise(duals), shared)
 
-    def _store(self, duals: Duals, chol: Tensor) -> None:
-        """Make ``duals`` the strategy's own, in the basis of the present inducing points."""
+    def _store(self, duals: Duals, state: _State, Z: Tensor | None = None) -> None:
+        """Make ``duals`` the strategy's own, in the basis of ``state`` (at new points ``Z``)."""
         for tensor in duals:
             if not tensor.isfinite().all():
                 raise FloatingPointError(
                     "The update led to duals that are not finite; nothing has been changed. "
                     "Check the scale of inputs, targets and hyperparameters."
                 )
+        if Z is not None:
+            self._assign("inducing_points", Z)
         self.dual_lam, self.dual_B = (tensor.detach() for tensor in duals)
         self.reference_points = self.inducing_points.detach().clone()
-        self.reference_chol = chol.detach()
+        self.reference_mean, self.reference_chol = state.prior_mean.detach(), state.chol.detach()
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self._clear_cache()
 
@@ -561,11 +639,6 @@ class DualVariationalStrategy(_VariationalStrategy):
         return super()._apply(fn, *args, **kwargs)
 
     # ---------------------------------------------------------------- the prior
-
-    def _prior_covariance(self, Z: Tensor) -> tuple[Tensor, bool]:
-        """``Kzz``, ``... x m x m``, and whether one prior serves all batches."""
-        prior = self.model.forward(Z)
-        return to_dense(prior.lazy_covariance_matrix), prior.batch_shape.numel() == 1
 
     def _joint_prior(self, left: Tensor, right: Tensor, shared: bool) -> _Prior:
         """The prior at inputs ``right``, and its covariance with the values at ``left``.
@@ -785,6 +858,7 @@ _BUFFERS = (
     "dual_lam",
     "dual_B",
     "reference_points",
+    "reference_mean",
     "reference_chol",
     "variational_params_initialized",
 )

@@ -56,7 +56,7 @@ class StreamFigure:
         )
         axes.contour(a, b, p, [0.5], colors=STREAM, linewidths=3)
         axes.contour(a, b, q, [0.5], colors=REFIT, linewidths=1.6, linestyles="--")
-        axes.set(xlabel="$x_1$", ylabel="$x_2$")
+        axes.set(xlabel="$x_1$", ylabel="$x_2$" if axes is self.axes[0, 0] else "")
 
     @torch.no_grad()
     def add_counts(self, data: Stream, now: Comparison, rate: Callable[[Tensor], Tensor]) -> None:
@@ -75,7 +75,11 @@ class StreamFigure:
         axes.plot(t, link(g.mean), "--", color=REFIT, linewidth=1.6, label="refit on all so far")
         zeros = torch.zeros(len(data.inducing_points))
         axes.plot(data.inducing_points, zeros - 0.6, "k+", markersize=5, label="inducing points")
-        axes.set(xlabel="time", ylabel="count", ylim=(-1.2, float(data.y.max()) + 1))
+        axes.set(
+            xlabel="time",
+            ylabel="count" if axes is self.axes[1, 0] else "",
+            ylim=(-1.2, float(data.y.max()) + 1),
+        )
         if now.batch == self.shown[0]:
             axes.legend(frameon=False, loc="upper right", fontsize=9)
 
@@ -97,7 +101,8 @@ class StreamFigure:
             )
             axes.plot(batch, refit, "o--", color=REFIT, linewidth=1.6, label="refit on all so far")
             axes.set(title=f"{data.name}: test NLPD", xlabel="batch")
-            axes.legend(frameon=False)
+            if row == 0:
+                axes.legend(frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
         if now.batch not in self.shown:
             return None

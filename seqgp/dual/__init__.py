@@ -21,6 +21,7 @@ from seqgp.dual.natural_gradient import (
     Batch,
     Convergence,
     converge,
+    converge_sites,
     fixed_point,
     natural_gradient_step,
 )
@@ -32,7 +33,7 @@ from seqgp.dual.posterior import (
     posterior_mean,
     posterior_variance,
 )
-from seqgp.dual.projection import project, transport_matrix
+from seqgp.dual.projection import project, recentre, transport_matrix
 from seqgp.dual.sites import Expectations, Sites, expectations, expected_log_prob, sites
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "accumulate",
     "condition",
     "converge",
+    "converge_sites",
     "expectations",
     "expected_log_prob",
     "factorise",
@@ -57,6 +59,7 @@ __all__ = [
     "posterior_mean",
     "posterior_variance",
     "project",
+    "recentre",
     "scaled_cholesky",
     "sites",
     "solve_lower",

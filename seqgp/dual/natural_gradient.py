@@ -163,6 +163,49 @@ def converge(
     return fixed_point(step, duals, conjugate, rho, tol, max_steps)
 
 
+def converge_sites(
+    batch: Batch,
+    start: Sites | None = None,
+    conjugate: bool = False,
+    latent_dims: int = 0,
+    min_precision: float | None = 0.0,
+    rho: float = 1.0,
+    tol: float = 1e-6,
+    max_steps: int = 100,
+) -> Sites:
+    """The sites of one batch of observations at the fixed point, instead of their duals.
+
+    Args:
+        batch: All observations.
+        start: Sites to start from; by default those under the prior.
+        conjugate: As for `converge`.
+        latent_dims: As for `natural_gradient_target`.
+        min_precision: As for `natural_gradient_target`.
+        rho: As for `converge`.
+        tol: As for `converge`.
+        max_steps: As for `converge`.
+    """
+    A, unexplained, prior_mean, evaluate = batch
+    if start is None or conjugate:
+        variance = unexplained + A.square().sum(-2)
+        start = sites(evaluate(prior_mean, variance), torch.zeros_like(variance), min_precision)
+    if conjugate:
+        return start
+    duals, _ = converge(
+        tie(A, start),
+        lambda: [batch],
+        latent_dims=latent_dims,
+        min_precision=min_precision,
+        rho=rho,
+        tol=tol,
+        max_steps=max_steps,
+    )
+    factors = factorise(duals)
+    mean = posterior_mean(A, factors)
+    expected = evaluate(prior_mean + mean, posterior_variance(A, unexplained, factors))
+    return sites(expected, mean, min_precision)
+
+
 def fixed_point(
     step: Callable[[Pair], tuple[Pair, Tensor]],
     state: Pair,
@@ -174,9 +217,10 @@ def fixed_point(
     r"""Solve ``state = target(state)`` by damped iteration that never lowers the bound.
 
     Each member of the batch has its own step size. It is halved when a step would lower the
-    bound (or end in NaN), doubled again, up to ``rho``, when a step succeeds. A member is
-    finished when its target differs from its state by less than ``tol``, relative to the largest
-    element, or when no step improves its bound any more.
+    bound (or end in NaN), and grows again, up to ``rho``, when a step succeeds. Close to the
+    maximum, where the bound is flat to rounding error, it is halved when the residual grows. A
+    member is finished when its target differs from its state by less than ``tol``, relative to
+    the largest element, or when no step improves its bound any more.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
@@ -192,6 +236,7 @@ def fixed_point(
         return target, Convergence(2, torch.zeros_like(bound), bound, True)
     state = type(target)(*(s.expand_as(t) for s, t in zip(state, target, strict=True)))
     rhos = torch.full_like(bound, rho)
+    tol = max(tol, 16 * torch.finfo(bound.dtype).eps)  # no tighter than rounding allows
     # A step smaller than this changes the bound by less than its rounding error.
     smallest = rho * 2.0**-12
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
@@ -204,11 +249,14 @@ def fixed_point(
         trial = interpolate(state, target, torch.where(active, rhos, 0.0))
         trial_target, trial_bound = step(trial)
         steps += 1
-        better = active & (trial_bound >= bound - slack * (1 + bound.abs()))
-        state, target = _where(better, trial, state), _where(better, trial_target, target)
-        bound = torch.where(better, trial_bound, bound)
-        rhos = torch.where(better, (2 * rhos).clamp_max(rho), torch.where(active, rhos / 2, rhos))
-        residual = _relative_change(state, target, bound)
+        trial_residual = _relative_change(trial, trial_target, trial_bound)
+        rounding = slack * (1 + bound.abs())
+        accepted = active & (trial_bound >= bound - rounding)
+        better = accepted & ((trial_bound > bound + rounding) | (trial_residual <= residual))
+        state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
+        bound = torch.where(accepted, trial_bound, bound)
+        residual = torch.where(accepted, trial_residual, residual)
+        rhos = torch.where(better, (1.5 * rhos).clamp_max(rho), torch.where(active, rhos / 2, rhos))
     converged = not bool((residual > tol).any())
     if steps >= max_steps and not converged:
         warnings.warn(

@@ -9,7 +9,9 @@ the kernel or the inducing points change. In the whitened basis both moves are o
     T = L'^{-1} K'_{z' z_S} L_S^{-T}, \qquad \lambda_w' = T \lambda_w, \qquad B_w' = T B_w T^T,
 
 with :math:`L_S` the factor at the time when the duals were made, and primes for the kernel and
-points of now.
+points of now. Duals are centred on the prior mean but :math:`t` is not: if the prior mean at the
+old points has moved from :math:`\mu_S` to :math:`\mu'_S`, then :math:`\lambda_w` becomes
+:math:`\lambda_w + B_w L_S^{-1} (\mu_S - \mu'_S)` first.
 """
 
 from __future__ import annotations
@@ -37,6 +39,18 @@ def transport_matrix(chol: Tensor, reference_chol: Tensor, cross: Tensor | None 
     if cross is None:
         return solve_lower(reference_chol, chol).mT
     return solve_lower(chol, solve_lower(reference_chol, cross.mT).mT)
+
+
+def recentre(duals: Duals, reference_chol: Tensor, shift: Tensor) -> Duals:
+    """Duals of the same pseudo-likelihood, centred on another prior mean.
+
+    Args:
+        duals: Whitened duals.
+        reference_chol: ``... x s x s`` factor that they were made with.
+        shift: ``... x s``, the old prior mean minus the new one, at the points of the duals.
+    """
+    whitened = solve_lower(reference_chol, shift.unsqueeze(-1))
+    return Duals(duals.lam + (duals.B @ whitened).squeeze(-1), duals.B)
 
 
 def project(duals: Duals, transport: Tensor) -> Duals:

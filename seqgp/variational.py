@@ -25,13 +25,11 @@ from seqgp.dual import (
     Conditioned,
     Convergence,
     Duals,
-    Expectations,
     Factors,
     Sites,
     condition,
     converge,
     converge_sites,
-    expectations,
     expected_log_prob,
     factorise,
     kl_divergence,
@@ -48,11 +46,12 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.linalg import relative_jitter
-from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.posterior import explained, unexplained_variance
 from seqgp.dual.projection import coincident
 from seqgp.dual.sites import has_one_latent, is_conjugate, observation_noise
 from seqgp.linear_operators import PosteriorCovariance
+from seqgp.observations import Observations
+from seqgp.prior import joint_prior
 from seqgp.validation import check_inducing_points, check_inputs, check_targets
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
@@ -71,22 +70,10 @@ class _State(NamedTuple):
     shared: bool  # one prior and one set of inducing points serve all batches
 
 
-class _Prior(NamedTuple):
-    """The prior at some inputs, and its covariance with the function elsewhere."""
-
-    cross: Tensor  # ... x p x n
-    mean: Tensor  # ... x n
-    variance: Callable[[], Tensor]  # ... x n
-    covariance: Callable[[], LinearOperator]  # ... x n x n
-
-
 class _Observed(NamedTuple):
     """Observations that the posterior process has been conditioned on, outside of Z."""
 
-    inputs: Tensor  # ... x q x d
-    targets: Tensor  # ... x q
-    likelihood: Likelihood
-    arguments: dict[str, Any]  # per-point arguments of the likelihood
+    data: Observations
     sites: Sites  # ... [x c] x q
 
 
@@ -294,14 +281,12 @@ class DualVariationalStrategy(_VariationalStrategy):
         """
         if not 0 < rho <= 1:
             raise ValueError(f"rho: expected a step size in (0, 1], got {rho}.")
-        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
-        n = inputs.shape[-2]
-        weight = 1.0 if num_data is None or n == 0 else num_data / n
+        data = self._check_data(inputs, targets, likelihood, arguments)
+        weight = 1.0 if num_data is None or len(data) == 0 else num_data / len(data)
         state = self._state()
-        batches = self._batches(state, inputs, targets, likelihood, arguments)
         duals, bound = natural_gradient_step(
             state.duals,
-            batches(),
+            self._batches(state, data)(),
             rho,
             weight=weight,
             latent_dims=self.latent_dims,
@@ -340,13 +325,13 @@ class DualVariationalStrategy(_VariationalStrategy):
         Returns:
             How the iteration ended.
         """
-        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
+        data = self._check_data(inputs, targets, likelihood, arguments)
         state = self._state()
         duals, info = converge(
             state.duals,
-            self._batches(state, inputs, targets, likelihood, arguments),
+            self._batches(state, data),
             base=state.duals if add else None,
-            conjugate=is_conjugate(likelihood),
+            conjugate=is_conjugate(data.likelihood),
             latent_dims=self.latent_dims,
             min_precision=min_precision,
             rho=rho,
@@ -381,29 +366,27 @@ class DualVariationalStrategy(_VariationalStrategy):
         Returns:
             The bound, of the batch shape of model and data, and the sites.
         """
-        likelihood, arguments = self._check_data(inputs, targets, likelihood, arguments)
+        data = self._check_data(inputs, targets, likelihood, arguments)
+        likelihood, arguments = data.likelihood, data.arguments
         prior_Z = self.model.forward(self.inducing_points)
         chol = scaled_cholesky(to_dense(prior_Z.lazy_covariance_matrix), self.jitter_val)
-        shared = prior_Z.batch_shape.numel() == 1
-        prior = self._joint_prior(self.inducing_points, self._with_latents(inputs), shared)
-        A = solve_lower(chol, prior.cross)
-        unexplained = unexplained_variance(A, prior.variance())
+        batch = self._batch(chol, prior_Z.batch_shape.numel() == 1, data)
         with torch.no_grad():
-            batch = Batch(
-                A.detach(),
-                unexplained.detach(),
-                prior.mean.detach(),
-                self._likelihood_of(targets, likelihood, arguments),
+            site = converge_sites(
+                batch.detach(),
+                start,
+                is_conjugate(likelihood),
+                self.latent_dims,
+                tol=tol,
             )
-            site = converge_sites(batch, start, is_conjugate(likelihood), self.latent_dims, tol=tol)
-        factors = factorise(tie(A, site))
-        mean = prior.mean + posterior_mean(A, factors)
-        variance = posterior_variance(A, unexplained, factors)
-        if self.latent_dims:
-            mean, variance = mean.mT, variance.mT
+        factors = factorise(tie(batch.A, site))
+        mean = batch.prior_mean + posterior_mean(batch.A, factors)
+        variance = posterior_variance(batch.A, batch.unexplained, factors)
         kl = kl_divergence(factors)
+        if self.latent_dims:
+            mean, variance, kl = mean.mT, variance.mT, kl.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments).sum(-1)
-        return fit - (kl.sum(-1) if self.latent_dims else kl), site
+        return fit - kl, site
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
@@ -470,12 +453,10 @@ class DualVariationalStrategy(_VariationalStrategy):
                 **arguments,
             )
             return fantasy
-        likelihood, arguments = self._check_data(
-            inputs, targets, likelihood, arguments, conditioned=True
-        )
+        data = self._check_data(inputs, targets, likelihood, arguments, conditioned=True)
         if self._observed is not None:
-            inputs, targets, arguments = self._append(inputs, targets, arguments)
-        strategy._observe(inputs, targets, likelihood, arguments, tol, max_steps)
+            data = self._observed.data.append(data)
+        strategy._observe(data, tol, max_steps)
         return fantasy
 
     # ---------------------------------------------------------------- predictions
@@ -502,15 +483,18 @@ class DualVariationalStrategy(_VariationalStrategy):
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
         state, x = self._state(), self._with_latents(x)
-        prior = self._joint_prior(self.inducing_points, x, state.shared)
+        prior = joint_prior(self.model.forward, self.inducing_points, x, state.shared)
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
         correction = self._make_correction(state)
         reduction = None
         if correction is not None:
             assert self._observed is not None
-            observed = self._with_latents(self._observed.inputs)
-            c = self._joint_prior(observed, x, state.shared).cross - correction.explained.mT @ A
+            observed = self._with_latents(self._observed.data.inputs)
+            c = (
+                joint_prior(self.model.forward, observed, x, state.shared).cross
+                - correction.explained.mT @ A
+            )
             mean = mean + (c.mT @ correction.conditioned.gain.unsqueeze(-1)).squeeze(-1)
             reduction = correction.conditioned.root @ c  # ... x q x n
         covariance: LinearOperator
@@ -581,7 +565,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
             mean, transport = prior.mean, transport_matrix(chol, self.reference_chol)
         else:
-            joint = self._joint_prior(Z, reference, shared=False)
+            joint = joint_prior(self.model.forward, Z, reference, shared=False)
             mean, cross = joint.mean, joint.cross
             if not moves:
                 nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -610,6 +594,11 @@ class DualVariationalStrategy(_VariationalStrategy):
 
     def _clear_cache(self) -> None:
         self._cache = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies and pickles, neither of which can hold the graph of a forward pass.
+        graph = self._cache is not None and self._cache[0]
+        return {**self.__dict__, "_cache": None} if graph else self.__dict__
 
     def _assign(self, name: str, value: Tensor) -> None:
         """Replace a buffer or parameter by one that may have another shape."""
@@ -640,47 +629,6 @@ class DualVariationalStrategy(_VariationalStrategy):
 
     # ---------------------------------------------------------------- the prior
 
-    def _joint_prior(self, left: Tensor, right: Tensor, shared: bool) -> _Prior:
-        """The prior at inputs ``right``, and its covariance with the values at ``left``.
-
-        Args:
-            left: ``... x p x d``.
-            right: ``... x n x d``.
-            shared: Whether one prior serves all batches. Then a batch of inputs against a single
-                set is one flat kernel matrix.
-        """
-        forward, (p, d), (n, _) = self.model.forward, left.shape[-2:], right.shape[-2:]
-        left_batch, right_batch = left.shape[:-2], right.shape[:-2]
-        if shared and left_batch.numel() == 1:
-            joint = forward(torch.cat([left.reshape(p, d), right.reshape(-1, d)]))
-            covariance = joint.lazy_covariance_matrix
-            cross = to_dense(covariance[..., :p, p:]).reshape(p, *right_batch, n).movedim(0, -2)
-            mean = joint.mean[..., p:].reshape(*right_batch, n)
-        elif shared and right_batch.numel() == 1:
-            joint = forward(torch.cat([left.reshape(-1, d), right.reshape(n, d)]))
-            p = left_batch.numel() * p
-            covariance = joint.lazy_covariance_matrix
-            cross = to_dense(covariance[..., :p, p:]).reshape(*left_batch, -1, n)
-            mean = joint.mean[..., p:].reshape(*right_batch, n)
-        else:
-            batch = torch.broadcast_shapes(left_batch, right_batch)
-            joint = forward(torch.cat([left.expand(*batch, p, d), right.expand(*batch, n, d)], -2))
-            covariance = joint.lazy_covariance_matrix
-            cross, mean = to_dense(covariance[..., :p, p:]), joint.mean[..., p:]
-            right_batch = covariance.shape[:-2]
-            shared = False
-
-        def variance() -> Tensor:
-            diagonal = covariance[..., p:, p:].diagonal(dim1=-1, dim2=-2)
-            return diagonal.reshape(*right_batch, n)
-
-        def full() -> LinearOperator:
-            if shared and right_batch:
-                return forward(right).lazy_covariance_matrix
-            return covariance[..., p:, p:]
-
-        return _Prior(cross, mean, variance, full)
-
     def _with_latents(self, x: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the latents, if there are several."""
         return x if self.num_latents is None else x.unsqueeze(-3)
@@ -709,8 +657,8 @@ class DualVariationalStrategy(_VariationalStrategy):
         likelihood: Likelihood | None,
         arguments: dict[str, Any],
         conditioned: bool = False,
-    ) -> tuple[Likelihood, dict[str, Any]]:
-        """Validated likelihood and per-point arguments; raises before anything has changed."""
+    ) -> Observations:
+        """Validated observations; raises before anything has changed."""
         if self._observed is not None and not conditioned:
             raise RuntimeError(
                 "This is a conditioned (fantasy) model: condition it further with "
@@ -734,44 +682,24 @@ class DualVariationalStrategy(_VariationalStrategy):
             arguments = {**arguments, "noise": likelihood.noise_covar.noise}
         arguments = {k: v for k, v in arguments.items() if v is not None}
         check_targets(targets, inputs, likelihood, **arguments)
-        return likelihood, arguments
+        return Observations(inputs, targets, likelihood, arguments)
 
-    def _likelihood_of(
-        self, targets: Tensor, likelihood: Likelihood, arguments: dict[str, Any]
-    ) -> Evaluate:
-        """The likelihood of some targets as a function of marginals ``... [x c] x n``."""
+    def _batch(self, chol: Tensor, shared: bool, data: Observations) -> Batch:
+        """Observations as the natural gradient sees them."""
+        x = self._with_latents(data.inputs)
+        prior = joint_prior(self.model.forward, self.inducing_points, x, shared)
+        A = solve_lower(chol, prior.cross)
+        unexplained = unexplained_variance(A, prior.variance())
+        return Batch(A, unexplained, prior.mean, data.evaluate(self.num_latents is not None))
 
-        def evaluate(mean: Tensor, variance: Tensor) -> Expectations:
-            if self.num_latents is None:
-                return expectations(likelihood, targets, mean, variance, **arguments)
-            log_prob, alpha, beta = expectations(
-                likelihood, targets, mean.mT, variance.mT, **arguments
-            )
-            return Expectations(log_prob, alpha.mT, beta.mT)
-
-        return evaluate
-
-    def _batches(
-        self,
-        state: _State,
-        inputs: Tensor,
-        targets: Tensor,
-        likelihood: Likelihood,
-        arguments: dict[str, Any],
-    ) -> Callable[[], Iterable[Batch]]:
-        """Data in chunks whose size bounds the memory, whatever ``n`` is."""
-        n = inputs.shape[-2]
-        width = self.inducing_points.shape[-2] * inputs.shape[:-2].numel()
+    def _batches(self, state: _State, data: Observations) -> Callable[[], Iterable[Batch]]:
+        """Observations in chunks whose size bounds the memory, however many there are."""
+        n, width = len(data), self.inducing_points.shape[-2] * data.inputs.shape[:-2].numel()
         size = max(CHUNK_ELEMENTS // width, 1)
         chunks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
         def batch(chunk: slice) -> Batch:
-            x, y = inputs[..., chunk, :], targets[..., chunk]
-            prior = self._joint_prior(self.inducing_points, self._with_latents(x), state.shared)
-            A = solve_lower(state.chol, prior.cross)
-            part = {key: _narrow(value, chunk, n) for key, value in arguments.items()}
-            evaluate = self._likelihood_of(y, likelihood, part)
-            return Batch(A, unexplained_variance(A, prior.variance()), prior.mean, evaluate)
+            return self._batch(state.chol, state.shared, data.select(chunk))
 
         if n * width <= KEEP_ELEMENTS:
             batches = [batch(chunk) for chunk in chunks]
@@ -790,56 +718,31 @@ class DualVariationalStrategy(_VariationalStrategy):
         model.variational_strategy = strategy
         return model
 
-    def _append(
-        self, inputs: Tensor, targets: Tensor, arguments: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """New observations behind those that the model is conditioned on already."""
-        old = self._observed
-        assert old is not None
-        old_n, n = old.inputs.shape[-2], inputs.shape[-2]
-        if arguments.keys() != old.arguments.keys():
-            raise ValueError(
-                f"arguments: the model was conditioned with {sorted(old.arguments)} before, now "
-                f"with {sorted(arguments)}; pass the same per-point arguments each time."
-            )
-        joined = {
-            key: _concatenate(_per_point(old.arguments[key], old_n), _per_point(value, n), -1)
-            for key, value in arguments.items()
-        }
-        inputs = _concatenate(old.inputs, inputs, -2)
-        return inputs, _concatenate(old.targets, targets.to(old.targets), -1), joined
-
     def _moments(self, state: _State, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` at ``... x q x d``."""
-        prior = self._joint_prior(self.inducing_points, self._with_latents(x), state.shared)
+        prior = joint_prior(
+            self.model.forward, self.inducing_points, self._with_latents(x), state.shared
+        )
         A = solve_lower(state.chol, prior.cross)
         explained_A = explained(A, state.factors)
         covariance = to_dense(prior.covariance()) - A.mT @ explained_A
         return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
 
-    def _observe(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        likelihood: Likelihood,
-        arguments: dict[str, Any],
-        tol: float,
-        max_steps: int,
-    ) -> None:
+    def _observe(self, data: Observations, tol: float, max_steps: int) -> None:
         """Condition this (copied) strategy on observations outside of Z."""
         state = self._state()
-        prior_mean, centred, covariance, explained_A = self._moments(state, inputs)
+        prior_mean, centred, covariance, explained_A = self._moments(state, data.inputs)
         conditioned, _ = condition(
             centred + prior_mean,
             covariance,
             prior_mean,
-            self._likelihood_of(targets, likelihood, arguments),
-            conjugate=is_conjugate(likelihood),
+            data.evaluate(self.num_latents is not None),
+            conjugate=is_conjugate(data.likelihood),
             latent_dims=self.latent_dims,
             tol=tol,
             max_steps=max_steps,
         )
-        self._observed = _Observed(inputs, targets, likelihood, arguments, conditioned.sites)
+        self._observed = _Observed(data, conditioned.sites)
         self._correction = _Correction(state, conditioned, explained_A)
 
     def _make_correction(self, state: _State) -> _Correction | None:
@@ -848,7 +751,7 @@ class DualVariationalStrategy(_VariationalStrategy):
             self._correction is not None and self._correction.state is state
         ):
             return self._correction
-        _, centred, covariance, explained_A = self._moments(state, self._observed.inputs)
+        _, centred, covariance, explained_A = self._moments(state, self._observed.data.inputs)
         conditioned = conditioned_from_sites(centred, covariance, self._observed.sites)
         self._correction = _Correction(state, conditioned, explained_A)
         return self._correction
@@ -870,23 +773,3 @@ def _equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
         a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def _narrow(value: Any, chunk: slice, n: int) -> Any:
-    """The part of a per-point argument that belongs to a chunk of the ``n`` points."""
-    if isinstance(value, Tensor) and value.dim() and value.shape[-1] == n:
-        return value[..., chunk]
-    return value
-
-
-def _per_point(value: Any, n: int) -> Tensor:
-    """A likelihood's argument as a tensor with one element per point."""
-    value = torch.as_tensor(value)
-    return value.expand(*value.shape[:-1], n)
-
-
-def _concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Concatenate along ``dim`` (-1 or -2), batch shapes broadcast."""
-    batch = torch.broadcast_shapes(left.shape[:dim], right.shape[:dim])
-    left = left.expand(*batch, *left.shape[dim:])
-    return torch.cat([left, right.expand(*batch, *right.shape[dim:])], dim)

@@ -17,7 +17,7 @@ from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
 from seqgp import BinomialLikelihood, DualVariationalStrategy, OrdinalLikelihood
-from seqgp.dual import expected_log_prob
+from seqgp.dual import Convergence, expected_log_prob
 
 EMPTY = torch.Size()
 
@@ -92,11 +92,17 @@ class SVGP(Prior):
 
 
 class Case(NamedTuple):
-    """A likelihood, its number of latent functions, and its per-point arguments for n points."""
+    """A likelihood, its number of latent functions, and its per-point arguments for n points.
+
+    With a likelihood that is not log-concave, sites may ask for negative precisions. The default
+    floor of zero then leads to a point that is none of the bound's maxima, and that depends on
+    the way there; without a floor there is an oracle.
+    """
 
     make: Callable[[], Likelihood]
     num_latents: int | None = None
     arguments: Callable[[int], dict[str, Any]] = lambda n: {}
+    min_precision: float | None = 0.0
 
     def sample(self, f: Tensor) -> Tensor:
         """Observations of latent values ``... x n [x c]``, the same each time."""
@@ -127,9 +133,9 @@ CASES = {
     ),
     "bernoulli": Case(gl.BernoulliLikelihood),
     "poisson": Case(gl.PoissonLikelihood),
-    "student_t": Case(student_t),
+    "student_t": Case(student_t, min_precision=None),
     "laplace": Case(lambda: gl.LaplaceLikelihood().initialize(noise=0.3)),
-    "beta": Case(lambda: gl.BetaLikelihood().initialize(scale=4.0)),
+    "beta": Case(lambda: gl.BetaLikelihood().initialize(scale=4.0), min_precision=None),
     "negative_binomial": Case(gl.NegativeBinomialLikelihood),
     "binomial": Case(
         BinomialLikelihood, arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4}
@@ -152,18 +158,21 @@ class Problem(NamedTuple):
     likelihood: Likelihood
     arguments: dict[str, Any]
     num_latents: int | None
+    min_precision: float | None
 
     def model(self, Z: Tensor | None = None, **kwargs: Any) -> GP:
         Z = self.Z if Z is None else Z
         return GP(Z, self.likelihood, num_latents=self.num_latents, **kwargs)
 
+    def learn(self, model: GP, **options: Any) -> Convergence:
+        """Converge the sites of the data."""
+        options = {"tol": 1e-10, "max_steps": 500, "min_precision": self.min_precision} | options
+        return model.variational_strategy.converge(self.x, self.y, **self.arguments, **options)
+
     def converged(self, Z: Tensor | None = None, **kwargs: Any) -> GP:
         """A model in eval mode that has learnt the data."""
         model = self.model(Z, **kwargs).eval()
-        info = model.variational_strategy.converge(
-            self.x, self.y, tol=1e-10, max_steps=500, **self.arguments
-        )
-        assert info.converged
+        assert self.learn(model).converged
         return model
 
 
@@ -190,7 +199,10 @@ def problem(name: str, n: int = 30, m: int = 7, d: int = 2) -> Problem:
     # Inducing points on a lattice: far from each other, so that Kzz is well conditioned.
     roots = torch.tensor([0.7548776662466927, 0.5698402909980532])[:d]
     Z = (0.5 + torch.arange(1, m + 1).unsqueeze(-1) * roots) % 1
-    return Problem(x, y, Z, make_inputs(6, d), case.make(), case.arguments(n), case.num_latents)
+    return Problem(
+        *(x, y, Z, make_inputs(6, d)),
+        *(case.make(), case.arguments(n), case.num_latents, case.min_precision),
+    )
 
 
 class Dense(NamedTuple):

@@ -51,6 +51,11 @@ class Batch(NamedTuple):
     prior_mean: Tensor
     evaluate: Evaluate
 
+    def detach(self) -> Batch:
+        """The same without the graph of the hyperparameters."""
+        A, unexplained, prior_mean, evaluate = self
+        return Batch(A.detach(), unexplained.detach(), prior_mean.detach(), evaluate)
+
 
 class Convergence(NamedTuple):
     """How a fixed-point iteration ended.

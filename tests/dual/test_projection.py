@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqgp.dual import Duals, project, transport_matrix
+from seqgp.dual import Duals, project, recentre, transport_matrix
 from seqgp.dual.projection import coincident
 from tests.helpers import (
     GP,
@@ -29,19 +29,23 @@ def change_hyperparameters(model: GP, factor: float = 1.7) -> None:
     model.mean_module.constant.data += 0.2
 
 
-def moved_duals(model: GP, before: tuple[Tensor, Tensor, Tensor], Z: Tensor) -> Duals:
-    """Section 3 of the design: ``lam' = K' e``, ``B' = K' H K'``, dense and unwhitened."""
-    K, lam, B = before
-    e = torch.linalg.solve(K, lam.unsqueeze(-1)).squeeze(-1)
+def moved_duals(model: GP, before: tuple[Tensor, ...], Z: Tensor) -> Duals:
+    """Section 3 of the design: ``lam' = K' e``, ``B' = K' H K'``, dense and unwhitened.
+
+    ``e`` is that of the function values minus the prior mean, which may have moved too.
+    """
+    K, mean, lam, B = before
+    now = dense_prior(model, Z, model.variational_strategy.reference_points)
     H = torch.linalg.solve(K, torch.linalg.solve(K, B).mT)
-    cross = dense_prior(model, Z, model.variational_strategy.reference_points).zx
-    return Duals((cross @ e.unsqueeze(-1)).squeeze(-1), cross @ H @ cross.mT)
+    e = torch.linalg.solve(K, lam.unsqueeze(-1)) + H @ (mean - now.mean_x).unsqueeze(-1)
+    return Duals((now.zx @ e).squeeze(-1), now.zx @ H @ now.zx.mT)
 
 
-def kernel_basis(model: GP) -> tuple[Tensor, Tensor, Tensor]:
+@torch.no_grad()
+def kernel_basis(model: GP) -> tuple[Tensor, ...]:
     strategy = model.variational_strategy
-    K = model.forward(strategy.inducing_points).covariance_matrix
-    return K.detach(), strategy.lam.detach(), strategy.B.detach()
+    prior = model.forward(strategy.inducing_points)
+    return prior.covariance_matrix, prior.mean, strategy.lam, strategy.B
 
 
 @pytest.mark.parametrize("m", [1, 4, 7, 12])
@@ -150,6 +154,24 @@ def test_transport_in_the_whitened_basis(same_points: bool) -> None:
     assert_close(moved.lam, T @ duals.lam, 1e-12)
     assert_close(moved.B, T @ duals.B @ T.mT, 1e-12)
     assert torch.equal(moved.B, moved.B.mT)
+
+
+def test_recentre_keeps_the_pseudo_likelihood() -> None:
+    """``log t(u)`` is the same function, up to a constant, around another mean."""
+    chol = torch.linalg.cholesky(
+        dense_prior(problem("gaussian").model(), *[make_inputs(5, 2)] * 2).zz
+    )
+    root, mean, other, u = torch.randn(5, 5), torch.randn(5), torch.randn(5), torch.randn(2, 5)
+    duals = Duals(torch.randn(5), root @ root.mT)
+
+    def log_t(duals: Duals, mean: Tensor) -> Tensor:
+        v = torch.linalg.solve(chol, (u - mean).mT)
+        log_t = duals.lam @ v - 0.5 * (v * (duals.B @ v)).sum(0)
+        return log_t[1] - log_t[0]
+
+    moved = recentre(duals, chol, mean - other)
+    assert_close(log_t(moved, other), log_t(duals, mean), 1e-9)
+    assert torch.equal(moved.B, duals.B)
 
 
 def test_coincident() -> None:

@@ -57,13 +57,15 @@ def fit(
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
     if closure is not None:
-        return _fit_fallback_approximate(
+        mll = _fit_fallback_approximate(
             mll,
             closure=closure,
             closure_kwargs=closure_kwargs,
             optimizer_kwargs=optimizer_kwargs,
             **kwargs,
         )
+        model.refresh()
+        return mll
     objective = mll
     if not isinstance(mll, _ApproximateMarginalLogLikelihood):
         objective = DualELBO(mll.likelihood, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,16 +50,20 @@ class Observations:
 
     def append(self, other: Observations) -> Observations:
         """These and then the others; batch shapes broadcast."""
+        if other.likelihood is not self.likelihood:
+            kinds = type(self.likelihood).__name__, type(other.likelihood).__name__
+            raise ValueError(
+                f"likelihood: earlier observations came with a {kinds[0]}, these with another "
+                f"{kinds[1]}; pass the same object each time."
+            )
         if other.arguments.keys() != self.arguments.keys():
             raise ValueError(
                 f"arguments: earlier observations came with {sorted(self.arguments)}, these with "
                 f"{sorted(other.arguments)}; pass the same per-point arguments each time."
             )
         arguments = {
-            key: _concatenate(
-                _per_point(value, len(self)), _per_point(other.arguments[key], len(other)), -1
-            )
-            for key, value in self.arguments.items()
+            key: _concatenate(self._per_point(key), other._per_point(key), -1)
+            for key in self.arguments
         }
         return replace(
             self,
@@ -66,6 +71,21 @@ class Observations:
             targets=_concatenate(self.targets, other.targets.to(self.targets), -1),
             arguments=arguments,
         )
+
+    def to(self, convert: Callable[[Tensor], Tensor]) -> Observations:
+        """The same observations on another device or in another precision."""
+        arguments = {
+            key: convert(value) if isinstance(value, Tensor) else value
+            for key, value in self.arguments.items()
+        }
+        return replace(
+            self, inputs=convert(self.inputs), targets=convert(self.targets), arguments=arguments
+        )
+
+    def _per_point(self, key: str) -> Tensor:
+        """An argument of the likelihood as a tensor with one element for each point."""
+        value = torch.as_tensor(self.arguments[key], device=self.targets.device)
+        return value.expand(*value.shape[:-1], len(self))
 
     def evaluate(self, several_latents: bool) -> Evaluate:
         """Their likelihood as a function of marginals ``... [x c] x n``.
@@ -89,12 +109,6 @@ class Observations:
 def _is_per_point(value: Any, n: int) -> bool:
     """Whether a likelihood's argument has one element for each of ``n`` points."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == n
-
-
-def _per_point(value: Any, n: int) -> Tensor:
-    """A likelihood's argument as a tensor with one element for each of ``n`` points."""
-    value = torch.as_tensor(value)
-    return value.expand(*value.shape[:-1], n)
 
 
 def _concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:

@@ -21,25 +21,36 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from seqgp.dual import (
+    Basis,
     Batch,
     Conditioned,
     Convergence,
     Duals,
     Factors,
     Sites,
+    Summary,
+    add,
     condition,
     converge,
     converge_sites,
+    discounted,
+    duals_now,
+    empty_summary,
     expected_log_prob,
+    expected_log_summary,
     factorise,
+    fold,
     kl_divergence,
+    log_constant,
     natural_gradient_step,
     posterior_mean,
     posterior_variance,
     project,
+    rebase_summary,
     recentre,
     scaled_cholesky,
     solve_lower,
+    summary_noise,
     tie,
     transport_matrix,
     zero_duals,
@@ -49,6 +60,7 @@ from seqgp.dual.linalg import relative_jitter
 from seqgp.dual.posterior import explained, unexplained_variance
 from seqgp.dual.projection import coincident
 from seqgp.dual.sites import has_one_latent, is_conjugate, observation_noise
+from seqgp.dual.sites import sites as make_sites
 from seqgp.linear_operators import PosteriorCovariance
 from seqgp.observations import Observations
 from seqgp.prior import joint_prior
@@ -65,9 +77,10 @@ class _State(NamedTuple):
 
     chol: Tensor  # ... x m x m, L
     prior_mean: Tensor  # ... x m
+    shared: bool  # one prior and one set of inducing points serve all batches
+    basis: Basis  # the way here from where the duals were made
     duals: Duals
     factors: Factors
-    shared: bool  # one prior and one set of inducing points serve all batches
 
 
 class _Observed(NamedTuple):
@@ -75,6 +88,7 @@ class _Observed(NamedTuple):
 
     data: Observations
     sites: Sites  # ... [x c] x q
+    prior_mean: Tensor  # ... [x c] x q, on which the sites are centred
 
 
 class _Correction(NamedTuple):
@@ -132,6 +146,16 @@ class DualVariationalStrategy(_VariationalStrategy):
     """
 
     has_fantasy_strategy = True
+    dual_lam: Tensor
+    dual_B: Tensor
+    reference_points: Tensor
+    reference_mean: Tensor
+    reference_chol: Tensor
+    summary_lam: Tensor
+    summary_B: Tensor
+    summary_square: Tensor
+    summary_count: Tensor
+    variational_params_initialized: Tensor
 
     def __init__(
         self,
@@ -152,7 +176,6 @@ class DualVariationalStrategy(_VariationalStrategy):
             learn_inducing_locations=learn_inducing_locations,
             jitter_val=jitter_val,
         )
-        self.variational_params_initialized: Tensor
         self.num_latents = num_latents
         Z = inducing_points.detach()
         if batch_shape is None:
@@ -165,6 +188,11 @@ class DualVariationalStrategy(_VariationalStrategy):
         self.register_buffer("reference_points", Z.clone())
         self.register_buffer("reference_mean", torch.zeros_like(duals.lam))
         self.register_buffer("reference_chol", torch.diag_embed(torch.ones_like(duals.lam)))
+        summary = empty_summary(duals)
+        self.register_buffer("summary_lam", summary.duals.lam)
+        self.register_buffer("summary_B", summary.duals.B)
+        self.register_buffer("summary_square", summary.square)
+        self.register_buffer("summary_count", summary.number)
         self._cache: tuple[bool, tuple[Tensor, ...], _State] | None = None
         self._observed: _Observed | None = None
         self._correction: _Correction | None = None
@@ -181,6 +209,7 @@ class DualVariationalStrategy(_VariationalStrategy):
     @jitter_val.setter
     def jitter_val(self, jitter_val: float | None) -> None:
         self._jitter_val = jitter_val
+        self._clear_cache()
 
     @property
     def latent_dims(self) -> int:
@@ -288,6 +317,7 @@ class DualVariationalStrategy(_VariationalStrategy):
             state.duals,
             self._batches(state, data)(),
             rho,
+            base=self._base(state.basis, data.likelihood),
             weight=weight,
             latent_dims=self.latent_dims,
             min_precision=min_precision,
@@ -314,8 +344,9 @@ class DualVariationalStrategy(_VariationalStrategy):
             inputs: ``... x n x d`` inputs.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            add: Whether the data come on top of what is known (the next batch of a stream), or
-                replace it (the default).
+            add: Whether the data come on top of the present posterior (the next batch of a stream,
+                if nothing of the past is kept), or of the summary alone (the default; with an
+                empty summary, they are all that is known).
             rho: The largest step size; steps that would lower the bound are shortened.
             tol: Relative change of the duals at which to stop.
             max_steps: Passes over the data at which to stop, with a warning.
@@ -330,7 +361,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         duals, info = converge(
             state.duals,
             self._batches(state, data),
-            base=state.duals if add else None,
+            base=state.duals if add else self._base(state.basis, data.likelihood),
             conjugate=is_conjugate(data.likelihood),
             latent_dims=self.latent_dims,
             min_precision=min_precision,
@@ -369,24 +400,101 @@ class DualVariationalStrategy(_VariationalStrategy):
         data = self._check_data(inputs, targets, likelihood, arguments)
         likelihood, arguments = data.likelihood, data.arguments
         prior_Z = self.model.forward(self.inducing_points)
-        chol = scaled_cholesky(to_dense(prior_Z.lazy_covariance_matrix), self.jitter_val)
+        chol, basis = self._change_of_basis(self.inducing_points, prior_Z)
         batch = self._batch(chol, prior_Z.batch_shape.numel() == 1, data)
+        base = self._base(basis, likelihood)
         with torch.no_grad():
             site = converge_sites(
                 batch.detach(),
                 start,
+                None if base is None else Duals(base.lam.detach(), base.B.detach()),
                 is_conjugate(likelihood),
                 self.latent_dims,
                 tol=tol,
             )
-        factors = factorise(tie(batch.A, site))
+        duals = tie(batch.A, site)
+        factors = factorise(duals if base is None else add(duals, base))
         mean = batch.prior_mean + posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
-        kl = kl_divergence(factors)
+        bound = -kl_divergence(factors)
+        if base is not None:
+            noise = summary_noise(likelihood)
+            bound = bound + expected_log_summary(base, factors)
+            bound = bound + log_constant(self.summary, basis, noise)
         if self.latent_dims:
-            mean, variance, kl = mean.mT, variance.mT, kl.sum(-1)
+            mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments).sum(-1)
-        return fit - kl, site
+        return fit + bound, site
+
+    @torch.no_grad()
+    def sites(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        min_precision: float | None = 0.0,
+        **arguments: Any,
+    ) -> tuple[Sites, Tensor]:
+        """Sites of observations under the present posterior, and its variances there.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            targets: ``... x n`` targets.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            min_precision: Floor for the sites' precision; ``None`` for none.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            Sites ``... [x c] x n``, and variances of the same shape. Their product
+            ``beta * variance`` is the Bayesian leverage score of each observation.
+        """
+        data = self._check_data(inputs, targets, likelihood, arguments)
+        state = self._state()
+        batch = self._batch(state.chol, state.shared, data)
+        mean = posterior_mean(batch.A, state.factors)
+        variance = posterior_variance(batch.A, batch.unexplained, state.factors)
+        expected = batch.evaluate(batch.prior_mean + mean, variance)
+        return make_sites(expected, mean, min_precision), variance
+
+    @property
+    def summary(self) -> Summary:
+        """What is known of observations that are no longer at hand, in the basis of the duals."""
+        duals = Duals(self.summary_lam, self.summary_B)
+        return Summary(duals, self.summary_square, self.summary_count)
+
+    @torch.no_grad()
+    def fold(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        sites: Sites,
+        likelihood: Likelihood | None = None,
+        discount: float = 1.0,
+        **arguments: Any,
+    ) -> None:
+        """Add observations to the summary for good, with given sites.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            targets: ``... x n`` targets.
+            sites: Their sites, as `bound` returns them.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            discount: Factor for what the summary held before.
+            arguments: Per-point arguments of the likelihood.
+        """
+        data = self._check_data(inputs, targets, likelihood, arguments)
+        state = self._state()
+        summary = discounted(rebase_summary(self.summary, state.basis), discount)
+        noise = summary_noise(data.likelihood)
+        batch = self._batch(state.chol, state.shared, data)
+        summary = fold(summary, batch.A, sites, targets - batch.prior_mean, noise)
+        self._store(state.duals, state, summary=summary)
+
+    def _base(self, basis: Basis, likelihood: Likelihood) -> Duals | None:
+        """The summary's duals in the present basis; ``None`` if it is empty."""
+        if not bool(self.summary_count.any()):
+            return None
+        return duals_now(self.summary, basis, summary_noise(likelihood))
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
@@ -555,40 +663,62 @@ class DualVariationalStrategy(_VariationalStrategy):
         self._cache = (graph, tuple(tensor.detach().clone() for tensor in key), state)
         return state
 
+    def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
+        """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
+        K = to_dense(prior.lazy_covariance_matrix)
+        chol = scaled_cholesky(K, self.jitter_val)
+        points, reference = self.reference_points, self.reference_chol
+        moves = Z.requires_grad and torch.is_grad_enabled()
+        if not moves and Z.shape == points.shape and torch.equal(Z, points):
+            transport = transport_matrix(chol, reference)
+            return chol, Basis(transport, reference, self.reference_mean - prior.mean, None)
+        joint = joint_prior(self.model.forward, Z, points, shared=False)
+        cross = joint.cross
+        if not moves:
+            nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            cross = cross + coincident(Z, points) * nugget
+        transport = transport_matrix(chol, reference, cross)
+        unexplained = None
+        if bool(self.summary_count.any()):
+            explained_by_Z = solve_lower(chol, cross)
+            unexplained = to_dense(joint.covariance()) - explained_by_Z.mT @ explained_by_Z
+        return chol, Basis(transport, reference, self.reference_mean - joint.mean, unexplained)
+
     def _build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> _State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
         prior = self.model.forward(Z) if prior is None else prior
-        K, shared = to_dense(prior.lazy_covariance_matrix), prior.batch_shape.numel() == 1
-        chol = scaled_cholesky(K, self.jitter_val)
-        reference = self.reference_points
-        moves = Z.requires_grad and torch.is_grad_enabled()
-        if not moves and Z.shape == reference.shape and torch.equal(Z, reference):
-            mean, transport = prior.mean, transport_matrix(chol, self.reference_chol)
-        else:
-            joint = joint_prior(self.model.forward, Z, reference, shared=False)
-            mean, cross = joint.mean, joint.cross
-            if not moves:
-                nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-                cross = cross + coincident(Z, reference) * nugget
-            transport = transport_matrix(chol, self.reference_chol, cross)
+        chol, basis = self._change_of_basis(Z, prior)
         duals = Duals(self.dual_lam, self.dual_B)
-        duals = recentre(duals, self.reference_chol, self.reference_mean - mean)
-        duals = project(duals, transport)
-        return _State(chol, prior.mean, duals, factorise(duals), shared)
+        duals = project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
+        shared = prior.batch_shape.numel() == 1
+        return _State(chol, prior.mean, shared, basis, duals, factorise(duals))
 
-    def _store(self, duals: Duals, state: _State, Z: Tensor | None = None) -> None:
+    def _store(
+        self,
+        duals: Duals,
+        state: _State,
+        Z: Tensor | None = None,
+        summary: Summary | None = None,
+    ) -> None:
         """Make ``duals`` the strategy's own, in the basis of ``state`` (at new points ``Z``)."""
-        for tensor in duals:
+        if summary is None and bool(self.summary_count.any()):
+            summary = rebase_summary(self.summary, state.basis)
+        elif summary is None:
+            summary = empty_summary(duals)
+        for tensor in (*duals, *summary.duals):
             if not tensor.isfinite().all():
                 raise FloatingPointError(
                     "The update led to duals that are not finite; nothing has been changed. "
                     "Check the scale of inputs, targets and hyperparameters."
                 )
+        (self.summary_lam, self.summary_B), self.summary_square, self.summary_count = summary
         if Z is not None:
             self._assign("inducing_points", Z)
         self.dual_lam, self.dual_B = (tensor.detach() for tensor in duals)
         self.reference_points = self.inducing_points.detach().clone()
-        self.reference_mean, self.reference_chol = state.prior_mean.detach(), state.chol.detach()
+        # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
+        self.reference_mean = state.prior_mean.detach().clone()
+        self.reference_chol = state.chol.detach()
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self._clear_cache()
 
@@ -625,6 +755,9 @@ class DualVariationalStrategy(_VariationalStrategy):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         self._clear_cache()
         self._correction = None
+        if self._observed is not None:
+            data, site, mean = self._observed
+            self._observed = _Observed(data.to(fn), Sites(*map(fn, site)), fn(mean))
         return super()._apply(fn, *args, **kwargs)
 
     # ---------------------------------------------------------------- the prior
@@ -689,8 +822,10 @@ class DualVariationalStrategy(_VariationalStrategy):
         x = self._with_latents(data.inputs)
         prior = joint_prior(self.model.forward, self.inducing_points, x, shared)
         A = solve_lower(chol, prior.cross)
-        unexplained = unexplained_variance(A, prior.variance())
-        return Batch(A, unexplained, prior.mean, data.evaluate(self.num_latents is not None))
+        unexplained, mean = unexplained_variance(A, prior.variance()), prior.mean
+        if self.num_latents is not None and mean.shape[-2] == 1:  # one prior for all of them
+            mean = mean.expand(*mean.shape[:-2], self.num_latents, mean.shape[-1])
+        return Batch(A, unexplained, mean, data.evaluate(self.num_latents is not None))
 
     def _batches(self, state: _State, data: Observations) -> Callable[[], Iterable[Batch]]:
         """Observations in chunks whose size bounds the memory, however many there are."""
@@ -742,7 +877,7 @@ class DualVariationalStrategy(_VariationalStrategy):
             tol=tol,
             max_steps=max_steps,
         )
-        self._observed = _Observed(data, conditioned.sites)
+        self._observed = _Observed(data, conditioned.sites, prior_mean.clone())
         self._correction = _Correction(state, conditioned, explained_A)
 
     def _make_correction(self, state: _State) -> _Correction | None:
@@ -751,8 +886,11 @@ class DualVariationalStrategy(_VariationalStrategy):
             self._correction is not None and self._correction.state is state
         ):
             return self._correction
-        _, centred, covariance, explained_A = self._moments(state, self._observed.data.inputs)
-        conditioned = conditioned_from_sites(centred, covariance, self._observed.sites)
+        data, (lam, beta), prior_mean = self._observed
+        now, centred, covariance, explained_A = self._moments(state, data.inputs)
+        # Sites are centred on the prior mean; what was observed stays where it is.
+        site = Sites(lam + beta * (prior_mean - now), beta)
+        conditioned = conditioned_from_sites(centred, covariance, site)
         self._correction = _Correction(state, conditioned, explained_A)
         return self._correction
 
@@ -763,6 +901,10 @@ _BUFFERS = (
     "reference_points",
     "reference_mean",
     "reference_chol",
+    "summary_lam",
+    "summary_B",
+    "summary_square",
+    "summary_count",
     "variational_params_initialized",
 )
 

@@ -4,7 +4,7 @@ Data flows one way through these files, and so do their imports::
 
     likelihood --sites--> Sites --duals--> Duals --posterior--> mean, (co)variance, KL
                                     |                 |
-                            projection (other Z)   conditioning (more sites)
+         projection, summary (other Z, the past)   conditioning (more sites)
 
 `natural_gradient` closes the loop: it moves the duals to the fixed point at which the sites are
 those of the posterior that they imply.
@@ -15,7 +15,7 @@ latent functions are one more batch dimension, the last of them.
 """
 
 from seqgp.dual.conditioning import Conditioned, condition
-from seqgp.dual.duals import Duals, accumulate, interpolate, tie, zero_duals
+from seqgp.dual.duals import Duals, accumulate, add, interpolate, tie, zero_duals
 from seqgp.dual.linalg import scaled_cholesky, solve_lower
 from seqgp.dual.natural_gradient import (
     Batch,
@@ -27,6 +27,7 @@ from seqgp.dual.natural_gradient import (
 )
 from seqgp.dual.posterior import (
     Factors,
+    expected_log_summary,
     factorise,
     kl_divergence,
     posterior_covariance,
@@ -35,8 +36,20 @@ from seqgp.dual.posterior import (
 )
 from seqgp.dual.projection import project, recentre, transport_matrix
 from seqgp.dual.sites import Expectations, Sites, expectations, expected_log_prob, sites
+from seqgp.dual.summary import (
+    Basis,
+    Summary,
+    discounted,
+    duals_now,
+    empty_summary,
+    fold,
+    log_constant,
+    rebase_summary,
+    summary_noise,
+)
 
 __all__ = [
+    "Basis",
     "Batch",
     "Conditioned",
     "Convergence",
@@ -44,25 +57,35 @@ __all__ = [
     "Expectations",
     "Factors",
     "Sites",
+    "Summary",
     "accumulate",
+    "add",
     "condition",
     "converge",
     "converge_sites",
+    "discounted",
+    "duals_now",
+    "empty_summary",
     "expectations",
     "expected_log_prob",
+    "expected_log_summary",
     "factorise",
     "fixed_point",
+    "fold",
     "interpolate",
     "kl_divergence",
+    "log_constant",
     "natural_gradient_step",
     "posterior_covariance",
     "posterior_mean",
     "posterior_variance",
     "project",
+    "rebase_summary",
     "recentre",
     "scaled_cholesky",
     "sites",
     "solve_lower",
+    "summary_noise",
     "tie",
     "transport_matrix",
     "zero_duals",

@@ -171,6 +171,7 @@ def converge(
 def converge_sites(
     batch: Batch,
     start: Sites | None = None,
+    base: Duals | None = None,
     conjugate: bool = False,
     latent_dims: int = 0,
     min_precision: float | None = 0.0,
@@ -183,6 +184,7 @@ def converge_sites(
     Args:
         batch: All observations.
         start: Sites to start from; by default those under the prior.
+        base: Duals of what is already known.
         conjugate: As for `converge`.
         latent_dims: As for `natural_gradient_target`.
         min_precision: As for `natural_gradient_target`.
@@ -196,9 +198,11 @@ def converge_sites(
         start = sites(evaluate(prior_mean, variance), torch.zeros_like(variance), min_precision)
     if conjugate:
         return start
+    first = tie(A, start)
     duals, _ = converge(
-        tie(A, start),
+        first if base is None else add(first, base),
         lambda: [batch],
+        base,
         latent_dims=latent_dims,
         min_precision=min_precision,
         rho=rho,

@@ -105,7 +105,7 @@ def expected_log_prob(
         return likelihood.expected_log_prob(targets, marginals, **kwargs)
     base = base_samples(mean.shape[-1], NUM_BASE_SAMPLES, mean.dtype, mean.device)
     base = base.reshape(-1, *[1] * (mean.dim() - 1), mean.shape[-1])
-    return _conditional_log_prob(likelihood, targets, mean + variance.sqrt() * base, **kwargs).mean(
+    return conditional_log_prob(likelihood, targets, mean + variance.sqrt() * base, **kwargs).mean(
         0
     )
 
@@ -146,16 +146,21 @@ def expectations(
         variance: ``... x n [x c]`` variances.
         kwargs: Per-point arguments of the likelihood.
     """
-    create_graph = torch.is_grad_enabled() and (mean.requires_grad or variance.requires_grad)
+    create_graph = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (targets, mean, variance)
+    )
     with torch.enable_grad():
         if not create_graph:
             mean, variance = mean.detach(), variance.detach()
         # The derivatives are per observation: each needs a mean and a variance of its own.
         mean, variance = _per_target(likelihood, targets, mean, variance)
         mean, variance = mean.clone(), _resolved(variance)
-        if not create_graph:
-            mean.requires_grad_(True)
-            variance.requires_grad_(True)
+        if mean.numel() == 0:  # which not all distributions know how to deal with
+            log_prob = mean if has_one_latent(likelihood) else mean[..., 0]
+            return Expectations(log_prob, mean, variance)
+        for tensor in (mean, variance):
+            if not tensor.requires_grad:
+                tensor.requires_grad_(True)
         log_prob = expected_log_prob(likelihood, targets, mean, variance, **kwargs)
         d_mean, d_variance = torch.autograd.grad(
             log_prob.sum(), (mean, variance), create_graph=create_graph
@@ -291,7 +296,7 @@ def _resolved(variance: Tensor) -> Tensor:
     return variance.clamp_min(settings.min_variance.value(variance.dtype))
 
 
-def _conditional_log_prob(
+def conditional_log_prob(
     likelihood: Likelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
     """``log p(y | f)`` at samples ``s x ... x n x c`` of the latents."""

@@ -1,0 +1,138 @@
+r"""The summary: what is left of observations that are no longer at hand.
+
+A summary is a Gaussian pseudo-likelihood of the function values at the inducing points that it was
+made with, :math:`\log t = \lambda_w^T v - \tfrac12 v^T B_w v`, with :math:`v = L_S^{-1} (u_S -
+\mu_S)`. Observations with Gaussian noise are kept free of that noise, so that it is learnt from
+all of them,
+
+.. math::
+    \log t(v; \sigma^2) = -\frac{n_0}{2} \log(2 \pi \sigma^2)
+        - \frac{1}{2 \sigma^2} (s_0 - 2 \lambda_0^T v + v^T B_0 v), \qquad
+    \lambda_0 = \sum_i a_i r_i, \; B_0 = \sum_i a_i a_i^T, \; s_0 = \sum_i r_i^2,
+
+with :math:`r_i = y_i - \mu_i` and :math:`a_i` the whitened cross-covariances.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from torch import Tensor
+
+from seqgp.dual.duals import Duals, add, tie
+from seqgp.dual.linalg import solve_lower
+from seqgp.dual.projection import project, recentre
+from seqgp.dual.sites import Sites
+
+
+class Summary(NamedTuple):
+    """Folded observations.
+
+    Attributes:
+        duals: Their whitened duals; times the noise variance for Gaussian observations.
+        square: ``...``, sum of squared centred targets, for Gaussian observations.
+        number: ``...``, how many they are.
+    """
+
+    duals: Duals
+    square: Tensor
+    number: Tensor
+
+
+class Basis(NamedTuple):
+    """Inducing points of now, seen from those that a summary was made with.
+
+    Attributes:
+        transport: ``... x m x s``, see `seqgp.dual.projection.transport_matrix`.
+        reference_chol: ``... x s x s`` factor of the old points under the old kernel.
+        shift: ``... x s``, the old prior mean minus the new one, at the old points.
+        unexplained: ``... x s x s``, covariance of the old points' values given the new ones',
+            under the new kernel; ``None`` for none.
+    """
+
+    transport: Tensor
+    reference_chol: Tensor
+    shift: Tensor
+    unexplained: Tensor | None
+
+
+def fold(
+    summary: Summary, A: Tensor, sites: Sites, residual: Tensor, noise: Tensor | None
+) -> Summary:
+    """Add observations to a summary for good.
+
+    Args:
+        summary: The summary, in the basis of ``A``.
+        A: ``... x m x n`` whitened cross-covariance.
+        sites: Their sites.
+        residual: ``... x n``, targets minus prior mean.
+        noise: ``... x 1`` or ``... x n`` noise variance of Gaussian observations, ``None`` for
+            other likelihoods.
+    """
+    square = summary.square
+    if noise is not None:
+        sites = Sites(sites.lam * noise, (sites.beta * noise).expand_as(sites.lam))
+        square = square + residual.square().sum(-1)
+    return Summary(add(summary.duals, tie(A, sites)), square, summary.number + residual.shape[-1])
+
+
+def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
+    """The summary's duals in the present basis, at the present noise variance (``... x 1``)."""
+    duals = summary.duals
+    if noise is not None:
+        duals = Duals(duals.lam / noise, duals.B / noise.unsqueeze(-1))
+    return project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
+
+
+def log_constant(summary: Summary, basis: Basis, noise: Tensor | None) -> Tensor:
+    r"""The part of :math:`E_q[\log t]` that depends on hyperparameters but not on q.
+
+    `seqgp.dual.posterior.expected_log_summary` of `duals_now` is the other part. Here are the
+    terms of moving the centre, of the variance that the present points do not explain,
+    :math:`-\tfrac12 \operatorname{tr}(B_w L_S^{-1} (K_{SS} - Q_{SS}) L_S^{-T})`, and of the noise.
+    """
+    lam, B = summary.duals
+    # v = v' - shift, in whitened coordinates
+    shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
+    constant = -(lam * shift).sum(-1) - 0.5 * ((B @ shift.unsqueeze(-1)).squeeze(-1) * shift).sum(
+        -1
+    )
+    if basis.unexplained is not None:
+        half = solve_lower(basis.reference_chol, basis.unexplained)
+        inner = solve_lower(basis.reference_chol, half.mT)
+        constant = constant - 0.5 * (B * inner).sum((-2, -1))
+    if noise is not None:
+        noise = noise.squeeze(-1)
+        constant = (constant - 0.5 * summary.square) / noise
+        constant = constant - 0.5 * summary.number * (2 * math.pi * noise).log()
+    return constant
+
+
+def rebase_summary(summary: Summary, basis: Basis) -> Summary:
+    """The summary of the same observations in the present basis."""
+    shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
+    lam, B = summary.duals
+    moved = (B @ shift.unsqueeze(-1)).squeeze(-1)
+    square = summary.square + 2 * (lam * shift).sum(-1) + (moved * shift).sum(-1)
+    duals = project(recentre(summary.duals, basis.reference_chol, basis.shift), basis.transport)
+    return Summary(duals, square, summary.number)
+
+
+def summary_noise(likelihood: Likelihood) -> Tensor | None:
+    """The noise variance ``... x 1`` that summaries of this likelihood are kept free of, if any."""
+    return likelihood.noise if isinstance(likelihood, GaussianLikelihood) else None
+
+
+def discounted(summary: Summary, factor: float) -> Summary:
+    """A summary whose observations count ``factor`` times what they did."""
+    duals = Duals(factor * summary.duals.lam, factor * summary.duals.B)
+    return Summary(duals, factor * summary.square, factor * summary.number)
+
+
+def empty_summary(like: Duals) -> Summary:
+    """No observations."""
+    zero = torch.zeros_like(like.lam[..., 0])
+    return Summary(Duals(torch.zeros_like(like.lam), torch.zeros_like(like.B)), zero, zero)

@@ -1,0 +1,93 @@
+"""The memory: which observations of a stream are kept as they are.
+
+A policy is any function ``policy(leverage, size, generator)`` that returns the indices of at most
+``size`` of ``n`` observations, oldest first, given their leverage scores (``n``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Policy = Callable[[Tensor, int, torch.Generator], Tensor]
+
+
+def by_leverage(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Draw without replacement, with probabilities proportional to the leverage scores."""
+    weights = leverage.detach().to(device="cpu", dtype=torch.float64)
+    # A score of zero (a point that taught nothing) may still fill an empty place.
+    weights = weights.clamp_min(weights.max() * 1e-12 + torch.finfo(torch.float64).tiny)
+    drawn = torch.multinomial(weights, size, replacement=False, generator=generator)
+    return drawn.sort().values.to(leverage.device)
+
+
+def at_random(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Draw without replacement, all alike."""
+    order = torch.randperm(len(leverage), generator=generator, device="cpu")
+    return order[:size].sort().values.to(leverage.device)
+
+
+def most_recent(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """The newest ones."""
+    n = len(leverage)
+    return torch.arange(n - size, n, device=leverage.device)
+
+
+POLICIES: dict[str, Policy] = {
+    "leverage": by_leverage,
+    "random": at_random,
+    "recent": most_recent,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much of a stream is remembered, and what.
+
+    Attributes:
+        capacity: The largest number of observations that are kept; ``None`` for no limit.
+        per_update: The largest number of new ones that are taken over at each update; ``None``
+            for no limit. With a limit, old ones are only given up if the capacity demands it.
+        policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
+        seed: Seed of the draws.
+    """
+
+    capacity: int | None = 500
+    per_update: int | None = None
+    policy: str | Policy = "leverage"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, str) and self.policy not in {*POLICIES, "none"}:
+            names = ", ".join(map(repr, [*POLICIES, "none"]))
+            raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
+        for name in ("capacity", "per_update"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: expected a number of observations, got {value}.")
+
+    def choose(self, leverage: Tensor, num_new: int, update: int) -> Tensor:
+        """Indices of the observations to keep.
+
+        Args:
+            leverage: ``n`` leverage scores, those of the ``num_new`` new observations last.
+            num_new: How many are new.
+            update: The number of the update, which with the seed determines the draws.
+        """
+        n, device = len(leverage), leverage.device
+        if self.policy == "none":
+            return torch.arange(0, device=device)
+        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + update)
+        candidates = torch.arange(n, device=device)
+        if self.per_update is not None and num_new > self.per_update:
+            old = n - num_new
+            new = policy(leverage[old:], self.per_update, generator)
+            candidates = torch.cat([candidates[:old], old + new])
+        if self.capacity is not None and len(candidates) > self.capacity:
+            kept = policy(leverage[candidates], self.capacity, generator)
+            candidates = candidates[kept]
+        return candidates

@@ -179,6 +179,10 @@ class Times(dict[str, list[float]]):
         """The median over the rounds."""
         return statistics.median(self[name])
 
+    def fastest(self, name: str) -> float:
+        """The least disturbed round."""
+        return min(self[name])
+
     def ratio(self, name: str, to: str) -> float:
         """How many times as long ``name`` takes as ``to``: the median of the rounds' ratios."""
         return statistics.median(a / b for a, b in zip(self[name], self[to], strict=True))

@@ -81,12 +81,16 @@ class Memory:
         if self.policy == "none":
             return torch.arange(0, device=device)
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
+        if self.capacity == 0:
+            return torch.arange(0, device=device)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + update)
         candidates = torch.arange(n, device=device)
         if self.per_update is not None and num_new > self.per_update:
             old = n - num_new
-            new = policy(leverage[old:], self.per_update, generator)
-            candidates = torch.cat([candidates[:old], old + new])
+            candidates = candidates[:old]
+            if self.per_update:
+                new = policy(leverage[old:], self.per_update, generator)
+                candidates = torch.cat([candidates, old + new])
         if self.capacity is not None and len(candidates) > self.capacity:
             kept = policy(leverage[candidates], self.capacity, generator)
             candidates = candidates[kept]

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import AffineInputTransform, InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils import gpt_posterior_settings, validate_input_scaling
+from botorch.models.utils.assorted import fantasize as fantasize_flag
 from botorch.models.utils.gpytorch_modules import (
     get_covar_module_with_dim_scaled_prior,
     get_gaussian_likelihood_with_lognormal_prior,
@@ -22,6 +24,7 @@ from botorch.models.utils.inducing_point_allocators import (
     InducingPointAllocator,
 )
 from botorch.posteriors import GPyTorchPosterior, Posterior
+from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import Kernel
@@ -46,6 +49,9 @@ from seqgp.variational import DualVariationalStrategy
 
 #: Inducing points by default: all inputs, up to this many.
 MAX_INDUCING = 100
+
+#: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
+_CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
 
 
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
@@ -193,6 +199,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return shape[:-1] if self._has_output_dim else shape
 
     @property
+    def _num_columns(self) -> int:
+        """The number of columns of observations."""
+        return self.num_outputs if self.variational_strategy.num_latents is None else 1
+
+    @property
     def num_data(self) -> int:
         """The number of training points."""
         return self.train_inputs[0].shape[-2]
@@ -201,6 +212,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def inducing_points_cover_data(self) -> bool:
         """Whether there is an inducing point for each training point."""
         return self.variational_strategy.inducing_points.shape[-2] >= self.num_data
+
+    def _transform_train_inputs(self, X: Tensor) -> Tensor:
+        """Training inputs as the model sees them, whatever mode it is in."""
+        transform = getattr(self, "input_transform", None)
+        return X if transform is None else transform.preprocess_transform(X)
 
     def _to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
@@ -312,7 +328,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             return {"noise": self._to_targets(noise).expand(shape)}
         if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             # As BoTorch does: the mean of the noise seen so far.
-            return {"noise": self.likelihood.noise.mean(-1, keepdim=True).expand(shape)}
+            mean_noise = self.likelihood.noise_covar.noise.mean(-1, keepdim=True)
+            return {"noise": mean_noise.expand(shape)}
         return {}
 
     # ---------------------------------------------------------------- learning
@@ -324,8 +341,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
         """
-        X, Y = self._with_outputs(self.transform_inputs(self.train_inputs[0])), self.train_targets
-        strategy, arguments = self.variational_strategy, self.likelihood_arguments
+        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
+        Y, strategy = self.train_targets, self.variational_strategy
+        arguments = self.likelihood_arguments
         if is_conjugate(self.likelihood):
             strategy.natural_gradient_step(X, Y, self.likelihood, **arguments)
         else:
@@ -338,7 +356,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             start: Sites to start from.
             tol: Relative tolerance for the sites.
         """
-        X = self._with_outputs(self.transform_inputs(self.train_inputs[0]))
+        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
         return self.variational_strategy.bound(
             X, self.train_targets, self.likelihood, start, tol, **self.likelihood_arguments
         )
@@ -356,7 +374,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood.
         """
         self.variational_strategy.natural_gradient_step(
-            self._with_outputs(self.transform_inputs(X)),
+            self._with_outputs(self._transform_train_inputs(X)),
             targets,
             self.likelihood,
             rho,
@@ -444,7 +462,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def training_data(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Transformed inputs, transformed targets and arguments of the training data."""
-        X = self._with_outputs(self.transform_inputs(self.train_inputs[0]))
+        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
         return X, self.train_targets, self.likelihood_arguments
 
     def extend_train_data(self, X: Tensor, targets: Tensor, arguments: dict[str, Any]) -> None:
@@ -528,11 +546,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
             Y, _ = self.outcome_transform(Y, X=X_tf)
-        expected = 1 if self.variational_strategy.num_latents else self.num_outputs
-        if Y.dim() < 2 or Y.shape[-1] != expected:
-            raise ValueError(
-                f"Y: expected shape ... x {X.shape[-2]} x {expected}, got {tuple(Y.shape)}."
-            )
+        if Y.dim() < 2 or Y.shape[-1] != self._num_columns:
+            expected = f"... x {X.shape[-2]} x {self._num_columns}"
+            raise ValueError(f"Y: expected shape {expected}, got {tuple(Y.shape)}.")
         if noise is not None:
             kwargs["noise"] = self._to_targets(noise)
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
@@ -541,6 +557,41 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return self.variational_strategy.get_fantasy_model(
             self._with_outputs(X_tf), self._to_targets(Y), **kwargs
         )
+
+    def fantasize(
+        self,
+        X: Tensor,
+        sampler: MCSampler,
+        observation_noise: Tensor | None = None,
+        propagate_grads: bool = False,
+        **kwargs: Any,
+    ) -> SequentialGP:
+        """The model conditioned on observations at ``X`` that are drawn from its own posterior.
+
+        Args:
+            X: ``batch_shape x n' x d`` inputs; ``n'`` may be zero.
+            sampler: Draws observations, each of them a possible one (0/1, counts, ...).
+            observation_noise: Noise variances of Gaussian observations, ``... x n' x m`` or
+                ``... x 1 x m``, in the space of transformed outcomes.
+            propagate_grads: BoTorch's setting of that name, for the posterior at ``X``.
+            kwargs: As for `condition_on_observations`.
+
+        Returns:
+            A model with batch shape ``sample_shape x batch_shape``.
+        """
+        arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
+        with fantasize_flag():
+            if X.shape[-2]:
+                noisy = True if observation_noise is None else observation_noise
+                with settings.propagate_grads(propagate_grads):
+                    posterior = self.posterior(X, observation_noise=noisy, **arguments)
+                Y = sampler(posterior)
+            else:
+                batch_shape = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
+                Y = X.new_empty(*sampler.sample_shape, *batch_shape, 0, self._num_columns)
+            if observation_noise is not None:
+                kwargs["noise"] = observation_noise.expand(Y.shape[1:])
+            return self.condition_on_observations(X, Y, **kwargs)
 
     def get_fantasy_model(self, inputs: Tensor, targets: Tensor, **kwargs: Any) -> SequentialGP:
         """`condition_on_observations` with GPyTorch's names; `ModelListGP` calls it.

@@ -53,6 +53,12 @@ def check_inducing_points(inducing_points: Tensor) -> None:
         )
 
 
+def check_step_size(rho: float) -> None:
+    """Raise unless ``rho`` is a step size in (0, 1]."""
+    if not 0 < rho <= 1:
+        raise ValueError(f"rho: expected a step size in (0, 1], got {rho}.")
+
+
 def check_targets(
     targets: Tensor, inputs: Tensor, likelihood: Likelihood, name: str = "targets", **kwargs: Any
 ) -> None:

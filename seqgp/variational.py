@@ -64,7 +64,12 @@ from seqgp.dual.sites import sites as make_sites
 from seqgp.linear_operators import PosteriorCovariance
 from seqgp.observations import Observations
 from seqgp.prior import joint_prior
-from seqgp.validation import check_inducing_points, check_inputs, check_targets
+from seqgp.validation import (
+    check_inducing_points,
+    check_inputs,
+    check_step_size,
+    check_targets,
+)
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
 #: chunks together before they are computed anew at each pass over the data.
@@ -308,8 +313,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         Returns:
             The (estimated) bound before the step, of the batch shape of model and data.
         """
-        if not 0 < rho <= 1:
-            raise ValueError(f"rho: expected a step size in (0, 1], got {rho}.")
+        check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
         weight = 1.0 if num_data is None or len(data) == 0 else num_data / len(data)
         state = self._state()
@@ -356,6 +360,7 @@ class DualVariationalStrategy(_VariationalStrategy):
         Returns:
             How the iteration ended.
         """
+        check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
         state = self._state()
         duals, info = converge(
@@ -634,14 +639,9 @@ class DualVariationalStrategy(_VariationalStrategy):
         In eval mode they are detached from the graph. In train mode a graph is good for one
         backward pass, so only what belongs to the same pass uses it again.
         """
-        if not self.training and settings.detach_test_caches.on():
-            with torch.no_grad():
-                return self._cached(self.model.forward(self.inducing_points), use=True)
-        if same_pass:
-            with torch.no_grad():
-                now = self.model.forward(self.inducing_points)
-            return self._cached(now, use=True)
-        return self._cached(self.model.forward(self.inducing_points), use=False)
+        detached = not self.training and settings.detach_test_caches.on()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
+            return self._cached(self.model.forward(self.inducing_points), detached or same_pass)
 
     def _cached(self, prior: MultivariateNormal, use: bool) -> _State:
         """The state of a prior at Z, from the cache if ``use`` and if it is there."""
@@ -657,10 +657,10 @@ class DualVariationalStrategy(_VariationalStrategy):
             if not graph:
                 self._cache = cache
             return cache[2]
-        if graph and not key[0].requires_grad:  # the prior was only made to look for it
-            prior = self.model.forward(self.inducing_points)
         state = self._build(self.inducing_points, prior)
         self._cache = (graph, tuple(tensor.detach().clone() for tensor in key), state)
+        if state.chol.requires_grad:  # a backward pass uses the graph up
+            state.chol.register_hook(lambda _: self._clear_cache())
         return state
 
     def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
@@ -815,7 +815,9 @@ class DualVariationalStrategy(_VariationalStrategy):
             arguments = {**arguments, "noise": likelihood.noise_covar.noise}
         arguments = {k: v for k, v in arguments.items() if v is not None}
         check_targets(targets, inputs, likelihood, **arguments)
-        return Observations(inputs, targets, likelihood, arguments)
+        return Observations(inputs, targets, likelihood, arguments).to(
+            lambda tensor: tensor.to(inputs.dtype) if tensor.is_floating_point() else tensor
+        )
 
     def _batch(self, chol: Tensor, shared: bool, data: Observations) -> Batch:
         """Observations as the natural gradient sees them."""

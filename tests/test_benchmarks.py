@@ -69,6 +69,8 @@ def test_core_compares_like_with_like(core: tuple[Path, dict[str, Any]], name: s
     assert unit["difference"]["bare"] <= 1e-8
     assert unit["difference"]["gpytorch"] <= 1e-3
     assert all(ms > 0 for ms in unit["milliseconds"].values())
+    for way, fastest in unit["fastest"].items():
+        assert fastest <= unit["milliseconds"][way]
     assert unit["ratio"]["bare"] > 0
     assert unit["seconds"] > 0
 
@@ -148,6 +150,7 @@ def test_race_takes_turns() -> None:
     assert len(times["a"]) == len(times["b"]) == 3
     times = Times(a=[2.0, 30.0, 4.0], b=[1.0, 10.0, 4.0])
     assert times.median("a") == 4.0
+    assert times.fastest("a") == 2.0
     assert times.ratio("a", "b") == 2.0
 
 

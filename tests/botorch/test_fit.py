@@ -12,7 +12,6 @@ from botorch.models.transforms import Normalize, Warp
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from botorch.optim.closures import get_loss_closure_with_grads
 from botorch.optim.utils import get_parameters
-from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.means import ConstantMean
 from gpytorch.mlls import ExactMarginalLogLikelihood, PredictiveLogLikelihood, VariationalELBO
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
 from seqgp.fit import FULL_BATCH_LIMIT
-from tests.botorch.helpers import Data, assert_same, data, gaussian_likelihood, pair
+from tests.botorch.helpers import assert_same, data, gaussian_likelihood, observe, pair
 from tests.helpers import (
     CASES,
     assert_close,
@@ -102,14 +101,15 @@ def test_other_bounds_improve() -> None:
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson", "negative_binomial"])
-@pytest.mark.parametrize("m", [5, 15])
+@pytest.mark.parametrize("m", [4, 10])
 def test_bound_is_at_least_that_of_botorch(name: str, m: int) -> None:
-    n, train = 15, data(name, n=15)
-    likelihood = with_same_expectations(train.likelihood)
+    n, train = 10, data(name, n=10)
+    same = with_same_expectations if name == "bernoulli" else copy.deepcopy
     modules = {
         "covar_module": get_covar_module_with_dim_scaled_prior(ard_num_dims=2),
         "mean_module": ConstantMean(),
         "inducing_points": train.X[:m],
+        "learn_inducing_points": False,  # or else there are several local optima
     }
 
     def bound(likelihood: torch.nn.Module, model: torch.nn.Module) -> Tensor:
@@ -117,22 +117,28 @@ def test_bound_is_at_least_that_of_botorch(name: str, m: int) -> None:
         with torch.no_grad():
             return mll(model(train.X), train.Y.squeeze(-1))
 
-    ours = train.model(**copy.deepcopy(modules))
-    fit_gpytorch_mll(DualELBO(ours.likelihood, ours))
     peer = SingleTaskVariationalGP(
-        train.X, train.Y, copy.deepcopy(likelihood), **copy.deepcopy(modules)
+        train.X, train.Y, same(train.likelihood), **copy.deepcopy(modules)
     )
     fit_gpytorch_mll(VariationalELBO(peer.likelihood, peer.model, n))
-    assert (
-        bound(with_same_expectations(ours.likelihood), ours)
-        >= bound(peer.likelihood, peer.model) - 1e-5
-    )
+    theirs = bound(peer.likelihood, peer.model)
+    ours = train.model(**modules)
+    fit_gpytorch_mll(DualELBO(ours.likelihood, ours))
+    assert bound(same(ours.likelihood), ours) >= theirs - 1e-5  # where L-BFGS stops
+    # At the peer's own hyperparameters, q is the best there is.
+    for module, source in (
+        (ours.covar_module, peer.model.covar_module),
+        (ours.mean_module, peer.model.mean_module),
+        (ours.likelihood, peer.likelihood),
+    ):
+        module.load_state_dict(source.state_dict())
+    ours.refresh()
+    assert bound(same(ours.likelihood), ours) >= theirs - 1e-9
 
 
 def test_batches_are_fitted_independently() -> None:
     X = make_inputs(2, 15, 2)
-    Y = (X.sum(-1, keepdim=True) > 1).to(X)
-    shape = torch.Size([2])
+    Y, _ = observe("bernoulli", X)
 
     def fitted(X: Tensor, Y: Tensor, shape: torch.Size) -> SequentialGP:
         model = SequentialGP(
@@ -145,7 +151,7 @@ def test_batches_are_fitted_independently() -> None:
         fit_gpytorch_mll(DualELBO(model.likelihood, model))
         return model
 
-    joint = fitted(X, Y, shape)
+    joint = fitted(X, Y, torch.Size([2]))
     bounds = value(DualELBO(joint.likelihood, joint), joint)
     for k in range(2):
         single = fitted(X[k], Y[k], torch.Size())
@@ -168,20 +174,28 @@ def test_every_likelihood_improves(name: str) -> None:
 
 
 def bernoulli(n: int = 40, **kwargs: Any) -> tuple[SequentialGP, DualELBO]:
-    X = make_inputs(n, 2)
-    Y = (X.sum(-1, keepdim=True) > 1).to(X)
-    train = Data(X, Y, BernoulliLikelihood(), {})
-    model = train.model(**{"inducing_points": 8, **kwargs})
+    kernel = get_covar_module_with_dim_scaled_prior(ard_num_dims=2)
+    model = data("bernoulli", n).model(
+        **{"inducing_points": 8, "covar_module": kernel, "mean_module": ConstantMean(), **kwargs}
+    )
     return model, DualELBO(model.likelihood, model)
 
 
-def test_the_model_is_left_ready() -> None:
+@pytest.mark.parametrize("way", ["full batch", "minibatches", "closure"])
+def test_the_model_is_left_ready(way: str) -> None:
     model, mll = bernoulli()
-    assert fit_gpytorch_mll(mll) is mll
+    before, kwargs = value(mll, model), {"optimizer_kwargs": {"options": {"maxiter": 10}}}
+    if way == "minibatches":
+        kwargs = {"batch_size": 16, "epochs": 5}
+    elif way == "closure":
+        kwargs = {"optimizer_kwargs": {"step_limit": 10}}
+        kwargs["closure"] = get_loss_closure_with_grads(mll, get_parameters(mll, True))
+    assert fit_gpytorch_mll(mll, **kwargs) is mll
     assert not any(module.training for module in mll.modules())
-    before = model.posterior(make_inputs(5, 2))
+    posterior = model.posterior(make_inputs(5, 2))
+    assert value(mll, model) > before
     model.refresh(tol=1e-12)
-    assert_same(model.posterior(make_inputs(5, 2)), before)  # sites had converged
+    assert_same(model.posterior(make_inputs(5, 2)), posterior)  # the sites had converged
 
 
 def test_inducing_points_at_all_inputs_stay() -> None:
@@ -214,14 +228,6 @@ def test_maxiter() -> None:
             fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": maxiter}})
         bounds.append(value(mll, model))
     assert bounds[0] < bounds[1] < bounds[2]
-
-
-def test_closure_of_the_users_own() -> None:
-    model, mll = bernoulli()
-    before = value(mll, model)
-    closure = get_loss_closure_with_grads(mll, get_parameters(mll, requires_grad=True))
-    fit_gpytorch_mll(mll, closure=closure)
-    assert value(mll, model) > before
 
 
 @pytest.mark.parametrize(
@@ -268,8 +274,7 @@ def test_minibatches_of_per_point_arguments() -> None:
 
 
 def test_many_data_come_in_minibatches(capsys: pytest.CaptureFixture[str]) -> None:
-    model, mll = bernoulli(FULL_BATCH_LIMIT + 1)
-    fit_gpytorch_mll(mll, epochs=1, progress=True)
+    fit_gpytorch_mll(bernoulli(FULL_BATCH_LIMIT + 1)[1], epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().err  # steps of 1024
 
 
@@ -306,9 +311,9 @@ def test_gradient_of_warp_is_right() -> None:
     X = make_inputs(12, 2)
     model = SequentialGP(
         X,
-        (X.sum(-1, keepdim=True) > 1).to(X),
+        observe("bernoulli", X)[0],
         likelihood=BernoulliLikelihood(),
-        covar_module=RBFKernel(),
+        covar_module=make_kernel(),
         inducing_points=5,
         input_transform=Warp(d=2, indices=[0, 1]),
     )

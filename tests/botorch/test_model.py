@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gpytorch.likelihoods import (
     PoissonLikelihood,
     SoftmaxLikelihood,
 )
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp import BinomialLikelihood, OrdinalLikelihood, SequentialGP
@@ -71,6 +73,24 @@ def test_posterior_is_converged_from_the_start(name: str) -> None:
     )
     assert info.converged
     assert_same_posterior(model, oracle, make_inputs(6, 2))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_posterior_follows_the_prior(outputs: int, in_place: bool) -> None:
+    """Hyperparameters change, in whatever way; the sites of a Gaussian are still the right ones."""
+    models, X = pair(outputs=outputs), make_inputs(5, 2)
+    for model in models:
+        model.posterior(X)  # fills caches
+        mean, lengthscale = model.mean_module.raw_constant, model.covar_module.base_kernel
+        if in_place:
+            mean.data.add_(1.0)
+            lengthscale.raw_lengthscale.data.sub_(0.2)
+        else:
+            model.mean_module.constant = mean.detach() + 1.0
+            lengthscale.raw_lengthscale = torch.nn.Parameter(lengthscale.raw_lengthscale - 0.2)
+        model.eval().train().eval()  # which clears BoTorch's caches
+    assert_same(*(model.posterior(X) for model in models))
 
 
 @all_likelihoods
@@ -151,7 +171,9 @@ def test_counts_out_of_a_total_are_repeated_trials() -> None:
 def test_float32(name: str) -> None:
     train, test = data(name), make_inputs(5, 2)
     arguments = {key: value.float() for key, value in train.arguments.items()}
-    single = train._replace(X=train.X.float(), Y=train.Y.float(), arguments=arguments).model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumericalWarning)  # that the sites have not converged
+        single = train._replace(X=train.X.float(), Y=train.Y.float(), arguments=arguments).model()
     posterior = single.posterior(test.float())
     assert posterior.mean.dtype == posterior.variance.dtype == torch.float32
     # The relative jitter of float32 is 1e-5, and quadrature amplifies its rounding.
@@ -190,13 +212,18 @@ def test_default_inducing_points() -> None:
     assert is_subset(chosen, many)
 
 
-def test_number_of_inducing_points() -> None:
-    X = make_inputs(2, 20, 2)
-    chosen = inducing_points(X, 5)
-    assert chosen.shape == (2, 5, 2)
-    for k in range(2):
-        assert is_subset(chosen[k], X[k])
-        assert chosen[k].unique(dim=0).shape == (5, 2)
+@pytest.mark.parametrize("name", ["one output", "two outputs", "softmax"])
+@pytest.mark.parametrize("batch_shape", [EMPTY, torch.Size([2])], ids=["", "batch"])
+def test_number_of_inducing_points(batch_shape: torch.Size, name: str) -> None:
+    X = make_inputs(*batch_shape, 20, 2)
+    Y = X[..., :1].round() if name == "softmax" else X.sin()
+    Y = Y[..., :1] if name == "one output" else Y
+    likelihood = CASES["softmax"].make() if name == "softmax" else None
+    model = SequentialGP(X, Y, likelihood=likelihood, inducing_points=5)
+    chosen = model.variational_strategy.inducing_points.reshape(*batch_shape, 5, 2)
+    assert is_subset(chosen, X)
+    assert (torch.cdist(chosen, chosen) + torch.eye(5) > 0).all()
+    assert model.posterior(make_inputs(3, 2)).mean.shape == (*batch_shape, 3, model.num_outputs)
     assert torch.equal(inducing_points(X, 50), X)
 
 
@@ -230,13 +257,12 @@ def test_no_data_is_the_prior() -> None:
 
 
 def inducing_points(X: Tensor, number: Tensor | int | None = None) -> Tensor:
-    model = SequentialGP(
-        X, X[..., :1].sin(), covar_module=make_kernel(0.2), inducing_points=number
-    )
+    model = SequentialGP(X, X[..., :1].sin(), covar_module=make_kernel(0.2), inducing_points=number)
     return model.variational_strategy.inducing_points
 
 
 def is_subset(few: Tensor, many: Tensor) -> bool:
+    """Whether all points of the one set are in the other, batch by batch."""
     return bool((few.unsqueeze(-2) == many.unsqueeze(-3)).all(-1).any(-1).all())
 
 

@@ -170,13 +170,14 @@ def test_learning_later_does_not_reach_fantasies() -> None:
 
 
 def test_other_hyperparameters_reach_fantasies() -> None:
-    """They are shared: what was observed stays (the sites), the prior moves."""
+    """They are shared: what was observed stays, the prior moves, its mean included."""
     data, (x, y, _) = problem("gaussian"), observations("gaussian", 3)
     models = [data.converged() for _ in range(2)]
     fantasy = models[0].get_fantasy_model(x, y)
     fantasy(data.test)
     for model in models:
         model.covar_module.outputscale = 2.5
+        model.mean_module.initialize(constant=-0.7)
     assert_same_posterior(fantasy, models[1].get_fantasy_model(x, y), data.test, 1e-9)
 
 
@@ -317,7 +318,7 @@ def test_likelihood_must_be_the_same_each_time() -> None:
     data, (x, y, _) = problem("gaussian"), observations("gaussian", 2)
     fantasy = data.converged().get_fantasy_model(x, y)
     with pytest.raises(ValueError, match="likelihood"):
-        fantasy.get_fantasy_model(x, y, StudentTLikelihood())
+        fantasy.get_fantasy_model(x, y, likelihood=StudentTLikelihood())
 
 
 def test_likelihood_is_the_models_or_given() -> None:
@@ -328,7 +329,7 @@ def test_likelihood_is_the_models_or_given() -> None:
         model.get_fantasy_model(x, y)
     expected = data.converged().get_fantasy_model(x, y)
     assert_same_posterior(
-        model.get_fantasy_model(x, y, data.likelihood), expected, data.test, 1e-12
+        model.get_fantasy_model(x, y, likelihood=data.likelihood), expected, data.test, 1e-12
     )
 
 

@@ -45,7 +45,8 @@ def moved_duals(model: GP, before: tuple[Tensor, ...], Z: Tensor) -> Duals:
 def kernel_basis(model: GP) -> tuple[Tensor, ...]:
     strategy = model.variational_strategy
     prior = model.forward(strategy.inducing_points)
-    return prior.covariance_matrix, prior.mean, strategy.lam, strategy.B
+    # A constant mean is a view of its parameter, and changes with it.
+    return prior.covariance_matrix, prior.mean.clone(), strategy.lam, strategy.B
 
 
 @pytest.mark.parametrize("m", [1, 4, 7, 12])

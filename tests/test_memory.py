@@ -1,0 +1,68 @@
+"""Policies of the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from seqgp.memory import POLICIES, Memory
+
+
+@pytest.mark.parametrize("policy", ["leverage", "random"])
+def test_draws_follow_the_leverage(policy: str) -> None:
+    """Inclusion frequencies of single draws, by a chi-square test."""
+    leverage = torch.tensor([0.1, 0.4, 0.2, 0.3, 1.0])
+    memory = Memory(capacity=1, policy=policy)
+    counts = torch.zeros(5)
+    for update in range(3000):
+        counts[memory.choose(leverage, 5, update)] += 1
+    expected = leverage / leverage.sum() if policy == "leverage" else torch.full((5,), 0.2)
+    assert stats.chisquare(counts, expected * 3000).pvalue > 1e-3
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    old=st.integers(0, 12),
+    new=st.integers(0, 12),
+    capacity=st.none() | st.integers(0, 15),
+    per_update=st.none() | st.integers(0, 15),
+    policy=st.sampled_from([*POLICIES, "none"]),
+)
+def test_limits_are_kept(
+    old: int, new: int, capacity: int | None, per_update: int | None, policy: str
+) -> None:
+    leverage = torch.rand(old + new)
+    memory = Memory(capacity, per_update, policy)
+    kept = memory.choose(leverage, new, 0)
+    assert len(set(kept.tolist())) == len(kept)
+    assert torch.equal(kept, kept.sort().values)
+    if policy == "none":
+        assert len(kept) == 0
+        return
+    wanted = old + min(new, new if per_update is None else per_update)
+    assert len(kept) == min(wanted, wanted if capacity is None else capacity)
+    assert torch.equal(kept, memory.choose(leverage, new, 0))
+
+
+def test_recent_keeps_the_last() -> None:
+    kept = Memory(capacity=2, policy="recent").choose(torch.rand(5), 3, 0)
+    assert kept.tolist() == [3, 4]
+
+
+def test_a_policy_of_ones_own() -> None:
+    memory = Memory(
+        capacity=2, policy=lambda leverage, size, _: leverage.topk(size).indices.sort()[0]
+    )
+    assert memory.choose(torch.tensor([0.1, 0.9, 0.3, 0.8]), 2, 0).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"policy": "best"}, "policy: expected one of"), ({"capacity": -1}, "capacity")],
+)
+def test_bad_settings(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Memory(**arguments)

@@ -1,0 +1,323 @@
+"""Updates: what has been streamed must be as if it had been there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    GaussianLikelihood,
+    Likelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
+from torch import Tensor
+
+from seqgp import BinomialLikelihood, SequentialGP
+from seqgp.memory import Memory
+from tests.helpers import make_kernel, make_mean
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+EVERYTHING, NOTHING = Memory(capacity=None), Memory(policy="none")
+
+
+def gaussian() -> Likelihood:
+    likelihood = GaussianLikelihood()
+    likelihood.noise = 0.1
+    return likelihood
+
+
+CASES: dict[str, Callable[[], Likelihood]] = {
+    "gaussian": gaussian,
+    "bernoulli": BernoulliLikelihood,
+    "poisson": PoissonLikelihood,
+    "binomial": BinomialLikelihood,
+    "softmax": lambda: SoftmaxLikelihood(num_classes=3, mixing_weights=False),
+}
+
+
+def make_data(name: str, n: int = 30) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    X = torch.rand(n, 2, generator=generator)
+    f = torch.sin(5 * X).sum(-1, keepdim=True)
+    noise = 0.3 * torch.randn(n, 1, generator=generator)
+    arguments: dict[str, Any] = {}
+    if name == "gaussian":
+        return X, f + noise, arguments
+    if name == "bernoulli":
+        return X, (f + noise > 0.5).to(X), arguments
+    if name == "softmax":
+        return X, (f + noise).round().clamp(0, 2), arguments
+    counts = torch.poisson((f + 1.5).clamp_min(0.1), generator=generator)
+    if name == "binomial":
+        arguments["total_count"] = (counts.squeeze(-1) + torch.arange(n) % 4).clamp_min(1)
+    return X, counts, arguments
+
+
+def make_model(name: str, X: Tensor, Y: Tensor, Z: Tensor, **kwargs: Any) -> SequentialGP:
+    arguments = kwargs.pop("likelihood_arguments", None)
+    return SequentialGP(
+        X,
+        Y,
+        likelihood=CASES[name](),
+        covar_module=make_kernel(),
+        mean_module=make_mean(),
+        inducing_points=Z,
+        likelihood_arguments=arguments,
+        **kwargs,
+    )
+
+
+def stream(
+    name: str, memory: Memory, sizes: list[int], order: Tensor | None = None
+) -> SequentialGP:
+    X, Y, arguments = make_data(name)
+    if order is not None:
+        X, Y, arguments = X[order], Y[order], {k: v[order] for k, v in arguments.items()}
+    Z = make_data(name)[0][:8]
+    empty = {key: value[:0] for key, value in arguments.items()}
+    model = make_model(name, X[:0], Y[:0], Z, likelihood_arguments=empty)
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        batch = {key: value[part] for key, value in arguments.items()}
+        model.update(X[part], Y[part], memory=memory, learn=False, **batch)
+        start += size
+    return model
+
+
+def at_once(name: str) -> SequentialGP:
+    X, Y, arguments = make_data(name)
+    return make_model(name, X, Y, X[:8], likelihood_arguments=arguments)
+
+
+def moments(model: SequentialGP) -> tuple[Tensor, Tensor]:
+    X = torch.rand(5, 2, generator=torch.Generator().manual_seed(9))
+    posterior = model.posterior(X)
+    return posterior.mean, posterior.variance
+
+
+def assert_same_posterior(a: SequentialGP, b: SequentialGP, atol: float = 1e-6) -> None:
+    for left, right in zip(moments(a), moments(b), strict=True):
+        torch.testing.assert_close(left, right, atol=atol, rtol=0)
+
+
+# -------------------------------------------------------------------------------- equivalence
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_that_remembers_everything_is_batch_learning(name: str) -> None:
+    streamed, batch = stream(name, EVERYTHING, [10, 1, 19]), at_once(name)
+    assert_same_posterior(streamed, batch)
+    bounds = []
+    for model in (streamed, batch):
+        bound, _ = model.bound(tol=1e-10)
+        bound.backward()
+        bounds.append(bound.detach())
+    torch.testing.assert_close(*bounds, atol=1e-6, rtol=0)
+    for left, right in zip(streamed.parameters(), batch.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("memory", [NOTHING, Memory(capacity=5), Memory(per_update=2)])
+def test_gaussian_stream_is_batch_learning_whatever_is_remembered(memory: Memory) -> None:
+    assert_same_posterior(stream("gaussian", memory, [10, 5, 15]), at_once("gaussian"), 1e-8)
+
+
+def test_order_does_not_matter_for_gaussian_observations() -> None:
+    order = torch.randperm(30)
+    shuffled = stream("gaussian", Memory(capacity=4), [7, 23], order)
+    assert_same_posterior(shuffled, stream("gaussian", NOTHING, [30]), 1e-8)
+
+
+def test_folding_leaves_the_bound_but_for_unexplained_variances() -> None:
+    """The summary leaves out the trace term of Titsias' bound, as it should."""
+    streamed, batch = stream("gaussian", NOTHING, [30]), at_once("gaussian")
+    X = batch.train_inputs[0]
+    batch.train()
+    prior = batch.forward(X).variance
+    strategy = batch.variational_strategy
+    K = batch.covar_module(strategy.inducing_points, X).to_dense()
+    explained = torch.linalg.solve_triangular(strategy.chol, K, upper=False).square().sum(0)
+    trace = (prior - explained).sum() / (2 * 0.1)
+    with torch.no_grad():
+        torch.testing.assert_close(streamed.bound()[0], batch.bound()[0] + trace, atol=1e-6, rtol=0)
+
+
+# -------------------------------------------------------------------------------- the summary
+
+
+@pytest.mark.parametrize(
+    "change", ["nothing", "lengthscale", "outputscale", "mean", "noise", "all"]
+)
+def test_bound_of_a_summary_is_its_integral_against_the_prior(change: str) -> None:
+    r"""With nothing else, :math:`\log \int p_\theta(u) t(u) du`, computed densely."""
+    model = stream("gaussian", NOTHING, [30])
+    X, Y, _ = make_data("gaussian")
+    Z, y, kernel = X[:8], Y.squeeze(-1), model.covar_module
+    with torch.no_grad():
+        K = kernel(Z).to_dense()
+        K = K + 1e-8 * K.diagonal().diag()
+        a = torch.linalg.solve(K, kernel(Z, X).to_dense())  # m x n, under the old kernel
+        residual = y - 0.3 + a.T @ torch.full((8,), 0.3)  # y - mu(x) + a^T mu(Z)
+    if change in ("lengthscale", "all"):
+        kernel.base_kernel.lengthscale = 0.7
+    if change in ("outputscale", "all"):
+        kernel.outputscale = 0.6
+    if change in ("mean", "all"):
+        model.mean_module.initialize(constant=-0.4)
+    if change in ("noise", "all"):
+        model.likelihood.noise = 0.3
+    with torch.no_grad():
+        K = kernel(Z).to_dense()
+        K = K + 1e-8 * K.diagonal().diag()
+        mean = a.T @ model.mean_module(Z)
+        covariance = a.T @ K @ a + model.likelihood.noise * torch.eye(30)
+        expected = torch.distributions.MultivariateNormal(mean, covariance).log_prob(residual)
+        torch.testing.assert_close(model.bound()[0], expected, atol=1e-6, rtol=0)
+
+
+def test_bound_of_a_summary_at_other_inducing_points_is_a_bound() -> None:
+    model = stream("gaussian", NOTHING, [30])
+    exact = float(model.bound()[0].detach())
+    strategy = model.variational_strategy
+    Z = strategy.inducing_points.detach().clone()
+    strategy.inducing_points.data = torch.cat([Z[:6], Z[6:] + 0.05])
+    assert float(model.bound()[0].detach()) < exact
+    strategy.inducing_points.data = Z
+    assert float(model.bound()[0].detach()) == pytest.approx(exact, abs=1e-8)
+
+
+def test_gradients_of_the_bound_with_a_summary() -> None:
+    model = stream("gaussian", Memory(capacity=6), [30])
+    model.variational_strategy.inducing_points.requires_grad_(False)
+    bound, _ = model.bound()
+    bound.backward()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        for i in range(len(flat)):
+            values = []
+            for step in (1e-5, -2e-5):
+                flat[i] += step
+                values.append(float(model.bound()[0].detach()))
+            flat[i] += 1e-5
+            assert float(gradient[i]) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+# -------------------------------------------------------------------------------- updates
+
+
+def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
+    X = torch.rand(300, 1)
+    Y = torch.sin(12 * X) + 0.2 * torch.randn_like(X)
+    batch = make_model("gaussian", X, Y, X[:20], learn_inducing_points=False)
+    streamed = make_model("gaussian", X[:0], Y[:0], X[:20], learn_inducing_points=False)
+    for _ in range(300):
+        batch.zero_grad()
+        bound, _ = batch.bound()
+        (-bound).backward()
+        with torch.no_grad():
+            for parameter in batch.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-4 * parameter.grad
+    for x, y in zip(X.split(30), Y.split(30), strict=True):
+        record = streamed.update(x, y, memory=Memory(capacity=30), steps=100, learning_rate=0.02)
+    assert float(streamed.likelihood.noise) == pytest.approx(0.04, rel=0.3)
+    grid = torch.linspace(0, 1, 50).unsqueeze(-1)
+    error = (streamed.posterior(grid).mean - torch.sin(12 * grid)).square().mean().sqrt()
+    assert float(error) < 0.1
+    assert record.num_memory == 30
+    assert record.steps == 100
+    assert set(record.hyperparameters) >= {"likelihood.noise_covar.noise", "mean_module.constant"}
+
+
+def test_record() -> None:
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X[:10], Y[:10], X[:8])
+    before = model.log_predictive_density(X[10:], Y[10:].squeeze(-1)).mean()
+    record = model.update(X[10:], Y[10:], memory=Memory(capacity=7), learn=False)
+    assert record.log_density == pytest.approx(float(before))
+    assert (record.num_new, record.num_memory, record.num_inducing) == (20, 7, 8)
+    assert record.memory_gained - record.memory_lost == 7 - 10
+    assert record.elbo == pytest.approx(float(at_once("gaussian").bound()[0].detach()), abs=1e-6)
+    assert len(model.train_targets) == 7
+    assert float(model.variational_strategy.summary_count) == 23
+
+
+def test_discount_fades_the_summary() -> None:
+    model = stream("gaussian", NOTHING, [30])
+    X, Y, _ = make_data("gaussian")
+    model.update(X[:5], Y[:5], memory=NOTHING, learn=False, discount=0.0)
+    only = make_model("gaussian", X[:5], Y[:5], X[:8])
+    assert_same_posterior(model, only, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson", "softmax"])
+def test_odd_batches(name: str) -> None:
+    """One observation, none, one class only, the same point many times."""
+    X, Y, _ = make_data(name)
+    model = make_model(name, X[:0], Y[:0], X[:8])
+    model.update(X[:1], Y[:1], steps=2)
+    model.update(X[:0], Y[:0], steps=2)
+    model.update(X[:5], torch.zeros(5, 1), steps=2)
+    model.update(X[:1].expand(20, 2), Y[:1].expand(20, 1), memory=Memory(capacity=3), steps=2)
+    assert all(moment.isfinite().all() for moment in moments(model))
+
+
+# -------------------------------------------------------------------------------- when it fails
+
+
+def fails(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda X, Y: (X.clone().fill_(torch.nan), Y), ValueError, "X: expected finite"),
+        (lambda X, Y: (X, Y.squeeze(-1)), ValueError, "Y: expected shape"),
+        (lambda X, Y: (X[:, :1], Y), ValueError, "X: expected 2 columns"),
+        (lambda X, Y: (X, 2 * Y - 1), ValueError, "labels must be 0 or 1"),
+        (lambda X, Y: (X, Y), KeyboardInterrupt, None),
+    ],
+)
+def test_a_failed_update_leaves_no_trace(change: Any, error: Any, message: str | None) -> None:
+    X, Y, _ = make_data("bernoulli")
+    model = make_model("bernoulli", X[:10], Y[:10], X[:8])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    predictions = moments(model)
+    memory = Memory(capacity=3, policy=fails)
+    with pytest.raises(error, match=message):
+        model.update(*change(X[10:], Y[10:]), memory=memory, steps=3)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(a, b) for a, b in zip(predictions, moments(model), strict=True))
+    assert len(model.train_targets) == 10
+    assert not model.training
+
+
+def test_conditioned_and_batched_models_are_not_updated() -> None:
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X, Y, X[:8])
+    with pytest.raises(RuntimeError, match="single model"):
+        model.condition_on_observations(X[:1], Y[:1]).update(X[:1], Y[:1])
+
+
+def test_float32() -> None:
+    X, Y, _ = make_data("gaussian")
+    model = stream("gaussian", Memory(capacity=5), [10, 20])
+    single = make_model("gaussian", X[:0].float(), Y[:0].float(), X[:8].float())
+    for part in (slice(0, 10), slice(10, 30)):
+        single.update(X[part].float(), Y[part].float(), memory=Memory(capacity=5), learn=False)
+    grid = torch.rand(5, 2)
+    error = single.posterior(grid.float()).mean.double() - model.posterior(grid).mean
+    assert float(error.abs().max()) < 1e-3  # float32: jitter of 1e-5 and rounding
+    assert isinstance(single.covar_module, gpytorch.kernels.Kernel)

@@ -260,9 +260,19 @@ def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
 
 @quantile.register(Beta)
 def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
-    a = distribution.concentration1.detach().cpu().numpy()
-    b = distribution.concentration0.detach().cpu().numpy()
-    value = torch.from_numpy(np.asarray(special.betaincinv(a, b, u.cpu().numpy()))).to(u)
+    r"""The quantile ``y``. The CDF there is constant: :math:`\dot y = -\dot F(y) / p(y)`."""
+    parameters = (distribution.concentration1, distribution.concentration0)
+    a, b = (parameter.detach().cpu().numpy() for parameter in parameters)
+    y = np.asarray(special.betaincinv(a, b, u.cpu().numpy()))
+    value = torch.from_numpy(y).to(u)
+    if any(parameter.requires_grad for parameter in parameters):
+        density, step = stats.beta.pdf(y, a, b), 1e-5  # relative, for central differences
+        for parameter, da, db in zip(parameters, (step, 0.0), (0.0, step), strict=True):
+            right = special.betainc(a * (1 + da), b * (1 + db), y)
+            left = special.betainc(a * (1 - da), b * (1 - db), y)
+            slope = (left - right) / (2 * step * parameter.detach().cpu().numpy() * density)
+            slope = np.nan_to_num(slope, nan=0.0, posinf=0.0, neginf=0.0)  # at 0 and 1
+            value = value + torch.from_numpy(slope).to(u) * (parameter - parameter.detach())
     eps = torch.finfo(u.dtype).eps
     return value.clamp(eps, 1 - eps)
 

@@ -109,6 +109,8 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
         return
     if isinstance(likelihood, SoftmaxLikelihood):
         support: Any = constraints.integer_interval(0, likelihood.num_classes - 1)
+    elif isinstance(likelihood, BernoulliLikelihood):
+        support = constraints.boolean
     else:
         latent = torch.zeros_like(targets, dtype=torch.get_default_dtype())
         support = likelihood.forward(latent, **kwargs).support

@@ -44,7 +44,7 @@ POLICIES: dict[str, Policy] = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryOptions:
     """How much of a stream is remembered, and what.
 
     Attributes:

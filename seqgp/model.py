@@ -36,15 +36,13 @@ from linear_operator.operators import BlockDiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual import Sites
-from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import has_one_latent, is_conjugate
 from seqgp.fit import fit
-from seqgp.memory import Memory
-from seqgp.observations import Observations
+from seqgp.memory import MemoryOptions
 from seqgp.posteriors import ObservationPosterior
-from seqgp.stream import UpdateRecord, update
+from seqgp.stream import StreamMixin
 from seqgp.subset import select_outputs
-from seqgp.validation import check_inputs, check_targets
+from seqgp.validation import check_inputs, check_targets, check_Y
 from seqgp.variational import DualVariationalStrategy
 
 #: Inducing points by default: all inputs, up to this many.
@@ -54,7 +52,7 @@ MAX_INDUCING = 100
 _CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
 
 
-class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
+class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
     A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
@@ -98,7 +96,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     """
 
     variational_strategy: DualVariationalStrategy
-    train_inputs: tuple[Tensor, ...]
+    train_inputs: tuple[Tensor]
     train_targets: Tensor
     likelihood_arguments: dict[str, Any]
     _has_output_dim: bool  # whether the last batch dimension is that of the outputs
@@ -119,7 +117,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         likelihood_arguments: dict[str, Tensor] | None = None,
     ) -> None:
         check_inputs(train_X, name="train_X")
-        _check_Y(train_X, train_Y, "train_X", "train_Y")
+        check_Y(train_X, train_Y, "train_X", "train_Y")
         with torch.no_grad():
             if input_transform is not None:
                 input_transform.train()
@@ -184,7 +182,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
-        self.memory = Memory()
+        self._inducing_point_allocator = allocator
+        self.memory_options = MemoryOptions()
         self.num_updates = 0
         self.to(train_X)
         self.refresh()
@@ -382,121 +381,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             **arguments,
         )
 
-    def update(
-        self,
-        X: Tensor,
-        Y: Tensor,
-        memory: Memory | None = None,
-        noise: Tensor | None = None,
-        learn: bool = True,
-        steps: int = 100,
-        learning_rate: float = 0.01,
-        learn_inducing: bool = True,
-        discount: float = 1.0,
-        **arguments: Any,
-    ) -> UpdateRecord:
-        """Learn from the next batch of a stream, in place and at constant cost.
-
-        The observations that the model holds (`train_inputs`: at first the data that it was built
-        with, later its memory) and the new ones are learnt together on top of the summary of all
-        others; then some of them are remembered and the rest is folded into the summary. If
-        anything goes wrong, the model is left as it was.
-
-        Args:
-            X: ``n' x d`` inputs.
-            Y: ``n' x m`` observations.
-            memory: How much to remember, and what; by default 500 points by leverage.
-            noise: Noise variances of Gaussian observations, of the shape of ``Y``.
-            learn: Whether to learn hyperparameters.
-            steps: Adam steps on them.
-            learning_rate: Adam's learning rate.
-            learn_inducing: Whether to learn the inducing points along with them.
-            discount: Factor for what the summary held before, for streams that drift.
-            arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
-
-        Returns:
-            What the update did.
-        """
-        if self.batch_shape or self.variational_strategy.is_conditioned:
-            raise RuntimeError("Only a single model that is not conditioned can be updated.")
-        check_inputs(X, self.train_inputs[0].shape[-1], "X")
-        _check_Y(X, Y, "X", "Y")
-        with torch.no_grad():
-            if hasattr(self, "outcome_transform"):
-                self.outcome_transform.eval()
-                Y, _ = self.outcome_transform(Y, X=self.transform_inputs(X))
-            if noise is not None:
-                arguments["noise"] = self._to_targets(noise)
-            targets = self._to_targets(Y)
-        inputs = self._with_outputs(X)
-        check_targets(targets, inputs, self.likelihood, name="Y", **arguments)
-        return update(
-            self,
-            X,
-            targets,
-            arguments,
-            memory or self.memory,
-            learn,
-            steps,
-            learning_rate,
-            learn_inducing,
-            discount,
-        )
-
-    @torch.no_grad()
-    def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
-        """Log predictive density of observations.
-
-        Args:
-            X: ``... x n x d`` raw inputs.
-            targets: ``... [x m] x n`` transformed targets.
-            arguments: Per-point arguments of the likelihood.
-
-        Returns:
-            A tensor of the shape of the targets.
-        """
-        training = self.training
-        f = self.eval()(self.transform_inputs(X))
-        self.train(training)
-        return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
-
     def training_data(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Transformed inputs, transformed targets and arguments of the training data."""
         X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
         return X, self.train_targets, self.likelihood_arguments
-
-    def extend_train_data(self, X: Tensor, targets: Tensor, arguments: dict[str, Any]) -> None:
-        """Append to the training data, without learning from them."""
-        old = Observations(
-            self._with_outputs(self.train_inputs[0]),
-            self.train_targets,
-            self.likelihood,
-            self.likelihood_arguments,
-        )
-        new = Observations(self._with_outputs(X), targets, self.likelihood, arguments)
-        both = old.append(new)
-        self.train_inputs = (torch.cat([self.train_inputs[0], X], -2),)
-        self.train_targets, self.likelihood_arguments = both.targets, both.arguments
-
-    def select_train_data(self, index: Tensor) -> None:
-        """Reduce the training data to those with given indices."""
-        self.train_inputs = (self.train_inputs[0][..., index, :],)
-        self.train_targets = self.train_targets[..., index]
-        self.likelihood_arguments = {
-            key: value[..., index] for key, value in self.likelihood_arguments.items()
-        }
-
-    def constrained_hyperparameters(self) -> dict[str, Tensor]:
-        """All hyperparameters by name, with their constraints applied."""
-        return {
-            name.replace("raw_", ""): (
-                parameter if constraint is None else constraint.transform(parameter)
-            )
-            .detach()
-            .clone()
-            for name, parameter, constraint in ApproximateGP.named_parameters_and_constraints(self)
-            if not name.endswith("inducing_points")
-        }
 
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.fit.fit` for the options."""
@@ -637,21 +525,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return model
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
-        self.train_inputs = tuple(fn(X) for X in self.train_inputs)
+        self.train_inputs = (fn(self.train_inputs[0]),)
         self.train_targets = fn(self.train_targets)
         self.likelihood_arguments = {k: fn(v) for k, v in self.likelihood_arguments.items()}
         return super()._apply(fn, *args, **kwargs)
-
-
-def _check_Y(X: Tensor, Y: Tensor, X_name: str, Y_name: str) -> None:
-    """Raise unless ``Y`` is ``... x n x m`` for inputs ``... x n x d``."""
-    if not isinstance(Y, Tensor):
-        raise TypeError(f"{Y_name}: expected a torch.Tensor, got {type(Y).__name__}.")
-    if Y.shape[:-1] != X.shape[:-1] or Y.dim() < 2 or Y.shape[-1] == 0:
-        raise ValueError(
-            f"{Y_name}: expected shape {' x '.join(map(str, X.shape[:-1]))} x m (one column per "
-            f"output) for {X_name} of shape {tuple(X.shape)}, got {tuple(Y.shape)}."
-        )
 
 
 def _choose_inducing_points(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
 from seqgp.dual.natural_gradient import Evaluate
-from seqgp.dual.sites import Expectations, expectations
+from seqgp.dual.sites import Expectations, expectations, observation_noise
+from seqgp.likelihoods import BinomialLikelihood
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,31 @@ class Observations:
             return Expectations(log_prob, alpha.mT, beta.mT)
 
         return evaluate
+
+
+def arguments_held_by(likelihood: Likelihood, n: int, given: Container[str]) -> dict[str, Any]:
+    """Per-point arguments that a likelihood was made with, for ``n`` observations.
+
+    Raises an error if they belong to another number of points.
+
+    Args:
+        likelihood: The likelihood.
+        n: The number of observations.
+        given: Names of the arguments that come with the observations instead.
+    """
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in given:
+        observation_noise(likelihood, n)
+        return {"noise": likelihood.noise_covar.noise}
+    if isinstance(likelihood, BinomialLikelihood) and "total_count" not in given:
+        totals = likelihood.total_count
+        if totals is not None and totals.dim():
+            if totals.shape[-1] not in (1, n):
+                raise ValueError(
+                    f"total_count: the likelihood holds the totals of {totals.shape[-1]} points "
+                    f"but was given {n}; pass their totals as total_count=."
+                )
+            return {"total_count": totals}
+    return {}
 
 
 def _is_per_point(value: Any, n: int) -> bool:

@@ -1,4 +1,4 @@
-"""Learning from a stream: one update of a `SequentialGP` with a new batch of observations.
+"""Learning from a stream, one batch after the other.
 
 Every observation lives in exactly one place: in the memory, as it is, or in the summary, folded
 for good. An update takes memory and new observations together, converges their sites on top of the
@@ -8,20 +8,36 @@ summary, learns hyperparameters, chooses what to remember and folds the rest.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from seqgp.dual import Sites
-from seqgp.memory import Memory
+from seqgp.dual.predictive import log_predictive
+from seqgp.inducing import choose_inducing_points
+from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
+from seqgp.observations import Observations
+from seqgp.validation import check_inputs, check_targets, check_Y
 
-if TYPE_CHECKING:
-    from seqgp.model import SequentialGP
+
+class Remembered(NamedTuple):
+    """The observations that a model holds as they are.
+
+    Attributes:
+        inputs: ``n x d``, as they were given.
+        targets: ``[m x] n``, transformed.
+        leverage: ``n`` Bayesian leverage scores under the present posterior.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    leverage: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,117 +69,331 @@ class UpdateRecord:
     seconds: float
 
 
-def update(
-    model: SequentialGP,
-    X: Tensor,
-    targets: Tensor,
-    arguments: dict[str, Any],
-    memory: Memory,
-    learn: bool = True,
-    steps: int = 100,
-    learning_rate: float = 0.01,
-    learn_inducing: bool = True,
-    discount: float = 1.0,
-    tol: float = 1e-3,
-) -> UpdateRecord:
-    """Learn from a new batch, in place; see `SequentialGP.update`.
+class StreamMixin:
+    """The streaming half of `SequentialGP`."""
 
-    Args:
-        model: The model.
-        X: ``n x d`` raw inputs.
-        targets: ``[m x] n`` transformed targets.
-        arguments: Per-point arguments of the likelihood.
-        memory: What to remember.
-        learn: Whether to learn hyperparameters.
-        steps: Adam steps on them.
-        learning_rate: Adam's learning rate.
-        learn_inducing: Whether to learn the inducing points along with them.
-        discount: Factor for what the summary held before.
-        tol: Relative tolerance for the sites while hyperparameters are learnt.
-    """
-    start_time = time.perf_counter()
-    num_old, num_new = model.num_data, X.shape[-2]
-    with restored_on_error(model):
-        log_density = float(model.log_predictive_density(X, targets, **arguments).mean())
-        model.extend_train_data(X, targets, arguments)
-        taken = 0
-        if learn and steps:
-            taken = _learn(model, steps, learning_rate, learn_inducing, tol)
-        model.refresh()
-        X_all, Y_all, arguments_all = model.training_data()
-        sites, variance = model.variational_strategy.sites(
-            X_all, Y_all, model.likelihood, **arguments_all
+    def update(
+        self: Any,
+        X: Tensor,
+        Y: Tensor,
+        memory: MemoryOptions | None = None,
+        noise: Tensor | None = None,
+        learn: bool = True,
+        steps: int = 100,
+        learning_rate: float = 0.01,
+        inducing: str = "learn",
+        max_inducing: int | None = None,
+        discount: float = 1.0,
+        **arguments: Any,
+    ) -> UpdateRecord:
+        """Learn from the next batch of a stream, in place and at constant cost.
+
+        The observations that the model holds (`memory`: at first the data that it was built with)
+        and the new ones are learnt together on top of the summary of all others; then some of them
+        are remembered and the rest is folded into the summary. If anything goes wrong, the model
+        is left as it was.
+
+        Args:
+            X: ``n' x d`` inputs.
+            Y: ``n' x m`` observations.
+            memory: How much to remember, and what; by default the model's ``memory_options``, 500
+                points by leverage.
+            noise: Noise variances of Gaussian observations, of the shape of ``Y``.
+            learn: Whether to learn hyperparameters; without, the update only conditions.
+            steps: Adam steps on them.
+            learning_rate: Adam's learning rate.
+            inducing: ``"learn"`` moves the inducing points by gradient along with the
+                hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
+                it (`seqgp.inducing`), ``"fixed"`` leaves them alone.
+            max_inducing: Their largest number if they are adapted; by default their present one.
+            discount: Factor for what the summary held before, for streams that drift.
+            arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
+
+        Returns:
+            What the update did.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.rand(200, 1, dtype=torch.double)
+            >>> Y = torch.sin(6 * X)
+            >>> model = SequentialGP(X[:50], Y[:50], inducing_points=20)
+            >>> records = [model.update(x, y, steps=5) for x, y in zip(X.split(50), Y.split(50))]
+            >>> records[-1].num_memory, records[-1].num_inducing
+            (250, 20)
+        """
+        start_time = time.perf_counter()
+        if inducing not in ("learn", "adapt", "fixed"):
+            raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
+        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        memory = self.memory_options if memory is None else memory
+        num_old, num_new = self.num_data, X.shape[-2]
+        with _restored_on_error(self):
+            density = self.log_predictive_density(X, targets, **arguments)
+            self._extend(X, targets, arguments)
+            if inducing == "adapt":
+                self._adapt_inducing_points(max_inducing)
+            taken = self._learn(steps, learning_rate, inducing == "learn") if learn else 0
+            self.refresh()
+            sites, leverage = self._sites_and_leverage()
+            with torch.no_grad():
+                bound, _ = self.bound(sites)
+            kept = memory.choose(leverage, num_new, self.num_updates)
+            self._fold_all_but(kept, sites, discount)
+            self.refresh()
+            self.num_updates += 1
+        gained = int((kept >= num_old).sum())
+        return UpdateRecord(
+            elbo=float(bound.sum()),
+            log_density=float(density.mean()),
+            steps=taken,
+            num_new=num_new,
+            num_memory=len(kept),
+            memory_gained=gained,
+            memory_lost=num_old - (len(kept) - gained),
+            num_inducing=self.variational_strategy.inducing_points.shape[-2],
+            hyperparameters=self.constrained_hyperparameters(),
+            seconds=time.perf_counter() - start_time,
         )
+
+    def update_stream(
+        self,
+        stream: Iterable[tuple[Tensor, Tensor]],
+        callback: Callable[[UpdateRecord], object] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[UpdateRecord]:
+        """Update with each batch of a stream.
+
+        Args:
+            stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list.
+            callback: Called with the record of each update.
+            progress: Whether to show a progress bar (only on a terminal).
+            options: Options of `update`.
+
+        Returns:
+            The records of all updates.
+        """
+        records = []
+        bar = tqdm(stream, desc="stream", unit=" updates", disable=None if progress else True)
+        for X, Y in bar:
+            record = self.update(X, Y, **options)
+            records.append(record)
+            bar.set_postfix(log_density=f"{record.log_density:.3f}", memory=record.num_memory)
+            if callback is not None:
+                callback(record)
+        return records
+
+    def forget(
+        self: Any, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any
+    ) -> None:
+        """Remove observations that the model has learnt.
+
+        Observations in the memory are removed exactly. Others are taken out of the summary with
+        the sites that they have under the present posterior: exact for Gaussian observations if
+        hyperparameters and inducing points are those that they were folded with, and for others if
+        nothing has been learnt since.
+
+        Args:
+            X: ``n' x d`` inputs.
+            Y: ``n' x m`` observations.
+            noise: Noise variances of Gaussian observations.
+            arguments: Per-point arguments of the likelihood.
+        """
+        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        with _restored_on_error(self):
+            known = _matches(self.train_inputs[0], self.train_targets, X, targets)
+            keep = torch.ones(self.num_data, dtype=torch.bool, device=X.device)
+            keep[[i for i in known if i is not None]] = False
+            rest = torch.tensor([i is None for i in known], device=X.device).nonzero().squeeze(-1)
+            if len(rest):
+                folded = Observations(X, targets, self.likelihood, arguments).select(rest)
+                self.variational_strategy.unfold(
+                    self._with_outputs(self._transform_train_inputs(folded.inputs)),
+                    folded.targets,
+                    self.likelihood,
+                    **folded.arguments,
+                )
+            self._select(keep.nonzero().squeeze(-1))
+            self.refresh()
+
+    @property
+    def memory(self: Any) -> Remembered:
+        """The observations that the model holds as they are, and their leverage."""
+        _, leverage = self._sites_and_leverage()
+        return Remembered(self.train_inputs[0], self.train_targets, leverage)
+
+    def leverage(
+        self: Any, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
+        r"""Bayesian leverage scores :math:`\beta_i v_i`, summed over latents and outputs.
+
+        Args:
+            X: ``n' x d`` inputs.
+            Y: ``n' x m`` observations.
+            noise: Noise variances of Gaussian observations.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            ``n'`` scores: how much each observation determines the posterior at its own input.
+        """
+        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        inputs = self._with_outputs(self._transform_train_inputs(X))
+        sites, variance = self.variational_strategy.sites(
+            inputs, targets, self.likelihood, **arguments
+        )
+        return (sites.beta * variance).reshape(-1, X.shape[-2]).sum(0)
+
+    @torch.no_grad()
+    def log_predictive_density(self: Any, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        """Log predictive density of observations.
+
+        Args:
+            X: ``... x n x d`` raw inputs.
+            targets: ``... [x m] x n`` transformed targets.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            A tensor of the shape of the targets.
+        """
+        training = self.training
+        f = self.eval()(self.transform_inputs(X))
+        self.train(training)
+        return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
+
+    # ---------------------------------------------------------------- the steps of an update
+
+    def _check_observations(
+        self: Any, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Transformed targets and per-point arguments; raises if anything is wrong with them."""
+        if self.batch_shape or self.variational_strategy.is_conditioned:
+            raise RuntimeError("Only a single model that is not conditioned can be updated.")
+        check_inputs(X, self.train_inputs[0].shape[-1], "X")
+        check_Y(X, Y, "X", "Y")
         with torch.no_grad():
-            bound, _ = model.bound(sites)
-        leverage = (sites.beta * variance).reshape(-1, num_old + num_new).sum(0)
-        kept = memory.choose(leverage, num_new, model.num_updates)
-        _fold_all_but(model, kept, sites, discount)
-        model.refresh()
-        model.num_updates += 1
-    gained = int((kept >= num_old).sum())
-    return UpdateRecord(
-        elbo=float(bound.sum()),
-        log_density=log_density,
-        steps=taken,
-        num_new=num_new,
-        num_memory=len(kept),
-        memory_gained=gained,
-        memory_lost=num_old - (len(kept) - gained),
-        num_inducing=model.variational_strategy.inducing_points.shape[-2],
-        hyperparameters=model.constrained_hyperparameters(),
-        seconds=time.perf_counter() - start_time,
-    )
+            if hasattr(self, "outcome_transform"):
+                self.outcome_transform.eval()
+                Y, _ = self.outcome_transform(Y, X=self._transform_train_inputs(X))
+            targets = self._to_targets(Y)
+            if noise is not None:
+                arguments = {**arguments, "noise": self._to_targets(noise)}
+        check_targets(targets, self._with_outputs(X), self.likelihood, name="Y", **arguments)
+        return targets, arguments
 
-
-def _learn(
-    model: SequentialGP, steps: int, learning_rate: float, learn_inducing: bool, tol: float
-) -> int:
-    """Adam on the bound of memory, new observations and summary."""
-    mll = DualELBO(model.likelihood, model)
-    parameters = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (learn_inducing or not name.endswith("inducing_points"))
-    ]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    training, sites = model.training, None
-    model.train()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        bound, sites = model.bound(sites, tol)
-        (-mll.with_priors(bound, 1).sum()).backward()
-        optimizer.step()
-    model.train(training)
-    return steps
-
-
-def _fold_all_but(model: SequentialGP, kept: Tensor, sites: Sites, discount: float) -> None:
-    """Fold what is not kept into the summary, and keep the rest as training data."""
-    n = model.num_data
-    gone = torch.ones(n, dtype=torch.bool, device=kept.device)
-    gone[kept] = False
-    X, Y, arguments = model.training_data()
-    index = gone.nonzero().squeeze(-1)
-    if len(index) or discount != 1.0:
-        model.variational_strategy.fold(
-            X[..., index, :],
-            Y[..., index],
-            Sites(sites.lam[..., index], sites.beta.expand_as(sites.lam)[..., index]),
-            model.likelihood,
-            discount,
-            **{key: value[..., index] for key, value in arguments.items()},
+    def _extend(self: Any, X: Tensor, targets: Tensor, arguments: dict[str, Any]) -> None:
+        """Append to the training data, without learning from them."""
+        (old_X,), old_targets, old_arguments = (
+            self.train_inputs,
+            self.train_targets,
+            self.likelihood_arguments,
         )
-    model.select_train_data(kept)
+        old = Observations(old_X, old_targets, self.likelihood, old_arguments)
+        both = old.append(Observations(X.detach(), targets, self.likelihood, arguments))
+        self.train_inputs, self.train_targets = (both.inputs,), both.targets
+        self.likelihood_arguments = both.arguments
+
+    def _select(self: Any, index: Tensor) -> None:
+        """Reduce the training data to those with given indices."""
+        self.train_inputs = (self.train_inputs[0][..., index, :],)
+        self.train_targets = self.train_targets[..., index]
+        self.likelihood_arguments = {
+            key: value[..., index] for key, value in self.likelihood_arguments.items()
+        }
+
+    def _adapt_inducing_points(self: Any, max_points: int | None) -> None:
+        """Inducing points where memory and new observations ask for them."""
+        strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
+        X, _, _ = self.training_data()
+        chosen = choose_inducing_points(
+            Z.reshape(-1, *Z.shape[-2:])[0],
+            X.reshape(-1, *X.shape[-2:])[0],
+            self.covar_module,
+            len(Z) if max_points is None else max_points,
+            self._inducing_point_allocator,
+        )
+        if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
+            strategy.set_inducing_points(chosen)
+
+    def _learn(self: Any, steps: int, learning_rate: float, learn_inducing: bool) -> int:
+        """Adam on the bound of memory, new observations and summary."""
+        mll = DualELBO(self.likelihood, self)
+        parameters = [
+            parameter
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad and (learn_inducing or not name.endswith("inducing_points"))
+        ]
+        if not parameters:
+            return 0
+        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+        training, sites = self.training, None
+        self.train()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            # The sites follow the hyperparameters closely from step to step: a loose tolerance.
+            bound, sites = self.bound(sites, tol=1e-3)
+            (-mll.with_priors(bound, 1).sum()).backward()
+            optimizer.step()
+        self.train(training)
+        return steps
+
+    def _sites_and_leverage(self: Any) -> tuple[Sites, Tensor]:
+        """Sites and leverage scores of the training data under the present posterior."""
+        X, Y, arguments = self.training_data()
+        sites, variance = self.variational_strategy.sites(X, Y, self.likelihood, **arguments)
+        sites = Sites(sites.lam, sites.beta.expand_as(sites.lam))
+        return sites, (sites.beta * variance).reshape(-1, self.num_data).sum(0)
+
+    def _fold_all_but(self: Any, kept: Tensor, sites: Sites, discount: float) -> None:
+        """Fold what is not kept into the summary."""
+        gone = torch.ones(self.num_data, dtype=torch.bool, device=kept.device)
+        gone[kept] = False
+        index = gone.nonzero().squeeze(-1)
+        if len(index) or discount != 1.0:
+            X, Y, arguments = self.training_data()
+            data = Observations(X, Y, self.likelihood, arguments).select(index)
+            self.variational_strategy.fold(
+                data.inputs,
+                data.targets,
+                Sites(sites.lam[..., index], sites.beta[..., index]),
+                self.likelihood,
+                discount,
+                **data.arguments,
+            )
+        self._select(kept)
+
+    def constrained_hyperparameters(self: Any) -> dict[str, Tensor]:
+        """All hyperparameters by name, with their constraints applied."""
+        return {
+            name.replace("raw_", ""): (
+                parameter if constraint is None else constraint.transform(parameter)
+            )
+            .detach()
+            .clone()
+            for name, parameter, constraint in self.named_parameters_and_constraints()
+            if not name.endswith("inducing_points")
+        }
+
+
+def _matches(inputs: Tensor, targets: Tensor, X: Tensor, new_targets: Tensor) -> list[int | None]:
+    """For each new observation, the index of one among the old ones that is the same."""
+    same = (inputs.unsqueeze(0) == X.unsqueeze(1)).all(-1)  # new x old
+    equal = targets.unsqueeze(-2) == new_targets.unsqueeze(-1).to(targets)
+    same = same & (equal if equal.dim() == 2 else equal.all(0))
+    taken: set[int] = set()
+    result: list[int | None] = []
+    for row in same:
+        free = [i for i in row.nonzero().flatten().tolist() if i not in taken]
+        result.append(free[0] if free else None)
+        taken.update(free[:1])
+    return result
 
 
 @contextmanager
-def restored_on_error(model: SequentialGP) -> Iterator[None]:
+def _restored_on_error(model: Any) -> Iterator[None]:
     """Whatever goes wrong inside, the model is as it was before."""
     parameters = [(p, p.detach().clone()) for p in model.parameters()]
-    modules = [
-        (module, dict(module._buffers), dict(module._parameters)) for module in model.modules()
-    ]
+    modules = [(m, dict(m._buffers), dict(m._parameters)) for m in model.modules()]
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
     training, updates = model.training, model.num_updates
     try:

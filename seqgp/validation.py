@@ -43,6 +43,17 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
     _check_finite(inputs, name)
 
 
+def check_Y(X: Tensor, Y: Tensor, X_name: str, Y_name: str) -> None:
+    """Raise unless ``Y`` is ``... x n x m`` for inputs ``... x n x d``."""
+    if not isinstance(Y, Tensor):
+        raise TypeError(f"{Y_name}: expected a torch.Tensor, got {type(Y).__name__}.")
+    if Y.shape[:-1] != X.shape[:-1] or Y.dim() < 2 or Y.shape[-1] == 0:
+        raise ValueError(
+            f"{Y_name}: expected shape {' x '.join(map(str, X.shape[:-1]))} x m (one column per "
+            f"output) for {X_name} of shape {tuple(X.shape)}, got {tuple(Y.shape)}."
+        )
+
+
 def check_inducing_points(inducing_points: Tensor) -> None:
     """Raise unless ``inducing_points`` is a finite ``... x m x d`` tensor with ``m >= 1``."""
     check_inputs(inducing_points, name="inducing_points")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
@@ -22,6 +22,7 @@ from seqgp.dual import (
     Convergence,
     Duals,
     Sites,
+    Summary,
     add,
     condition,
     converge,
@@ -43,11 +44,11 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.posterior import explained, unexplained_variance
-from seqgp.dual.sites import has_one_latent, is_conjugate, observation_noise
+from seqgp.dual.sites import has_one_latent, is_conjugate
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual_state import DualState, State
 from seqgp.linear_operators import PosteriorCovariance
-from seqgp.observations import Observations
+from seqgp.observations import Observations, arguments_held_by
 from seqgp.prior import joint_prior
 from seqgp.validation import (
     check_inducing_points,
@@ -368,11 +369,45 @@ class DualVariationalStrategy(DualState):
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
         state = self._state()
-        summary = discounted(rebase_summary(self.summary, state.basis), discount)
-        noise = summary_noise(data.likelihood)
-        batch = self._batch(state.chol, state.shared, data)
-        summary = fold(summary, batch.A, sites, targets - batch.prior_mean, noise)
+        self._store(state.duals, state, summary=self._folded(state, data, sites, 1, discount))
+
+    @torch.no_grad()
+    def unfold(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Take observations out of the summary, with their sites under the present posterior.
+
+        Args:
+            inputs: ``... x n x d`` inputs.
+            targets: ``... x n`` targets.
+            likelihood: The likelihood; by default the model's attribute of that name.
+            arguments: Per-point arguments of the likelihood.
+        """
+        data = self._check_data(inputs, targets, likelihood, arguments)
+        sites, _ = self.sites(inputs, targets, data.likelihood, **arguments)
+        state = self._state()
+        summary = self._folded(state, data, sites, -1)
+        eigenvalues = torch.linalg.eigvalsh(summary.duals.B)
+        tolerance = 1e-6 * (1 + torch.linalg.eigvalsh(self.summary_B).amax(-1, keepdim=True))
+        if bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any()):
+            raise ValueError(
+                "targets: these observations are not part of what has been learnt: without them "
+                "the summary would no longer be positive semi-definite."
+            )
         self._store(state.duals, state, summary=summary)
+
+    def _folded(
+        self, state: State, data: Observations, sites: Sites, sign: int, discount: float = 1.0
+    ) -> Summary:
+        """The summary in the present basis with observations added or taken out."""
+        summary = discounted(rebase_summary(self.summary, state.basis), discount)
+        batch = self._batch(state.chol, state.shared, data)
+        residual = data.targets - batch.prior_mean
+        return fold(summary, batch.A, sites, residual, summary_noise(data.likelihood), sign)
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
@@ -551,11 +586,8 @@ class DualVariationalStrategy(DualState):
                 f"strategy has num_latents={self.num_latents}."
             )
         check_inputs(inputs, self.inducing_points.shape[-1])
-        if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in arguments:
-            # Raises if the likelihood does not hold the noise of these very points.
-            observation_noise(likelihood, inputs.shape[-2])
-            arguments = {**arguments, "noise": likelihood.noise_covar.noise}
         arguments = {k: v for k, v in arguments.items() if v is not None}
+        arguments = arguments_held_by(likelihood, inputs.shape[-2], arguments) | arguments
         check_targets(targets, inputs, likelihood, **arguments)
         return Observations(inputs, targets, likelihood, arguments).to(
             lambda tensor: tensor.to(inputs.dtype) if tensor.is_floating_point() else tensor

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from seqgp.memory import POLICIES, Memory
+from seqgp.memory import POLICIES, MemoryOptions
 
 
 @pytest.mark.parametrize("policy", ["leverage", "random"])
 def test_draws_follow_the_leverage(policy: str) -> None:
     """Inclusion frequencies of single draws, by a chi-square test."""
     leverage = torch.tensor([0.1, 0.4, 0.2, 0.3, 1.0])
-    memory = Memory(capacity=1, policy=policy)
+    memory = MemoryOptions(capacity=1, policy=policy)
     counts = torch.zeros(5)
     for update in range(3000):
         counts[memory.choose(leverage, 5, update)] += 1
@@ -35,7 +35,7 @@ def test_limits_are_kept(
     old: int, new: int, capacity: int | None, per_update: int | None, policy: str
 ) -> None:
     leverage = torch.rand(old + new)
-    memory = Memory(capacity, per_update, policy)
+    memory = MemoryOptions(capacity, per_update, policy)
     kept = memory.choose(leverage, new, 0)
     assert len(set(kept.tolist())) == len(kept)
     assert torch.equal(kept, kept.sort().values)
@@ -48,12 +48,12 @@ def test_limits_are_kept(
 
 
 def test_recent_keeps_the_last() -> None:
-    kept = Memory(capacity=2, policy="recent").choose(torch.rand(5), 3, 0)
+    kept = MemoryOptions(capacity=2, policy="recent").choose(torch.rand(5), 3, 0)
     assert kept.tolist() == [3, 4]
 
 
 def test_a_policy_of_ones_own() -> None:
-    memory = Memory(
+    memory = MemoryOptions(
         capacity=2, policy=lambda leverage, size, _: leverage.topk(size).indices.sort()[0]
     )
     assert memory.choose(torch.tensor([0.1, 0.9, 0.3, 0.8]), 2, 0).tolist() == [1, 3]
@@ -65,4 +65,4 @@ def test_a_policy_of_ones_own() -> None:
 )
 def test_bad_settings(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Memory(**arguments)
+        MemoryOptions(**arguments)

@@ -18,12 +18,13 @@ from gpytorch.likelihoods import (
 from torch import Tensor
 
 from seqgp import BinomialLikelihood, SequentialGP
-from seqgp.memory import Memory
+from seqgp.memory import MemoryOptions
+from seqgp.stream import UpdateRecord
 from tests.helpers import make_kernel, make_mean
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-EVERYTHING, NOTHING = Memory(capacity=None), Memory(policy="none")
+EVERYTHING, NOTHING = MemoryOptions(capacity=None), MemoryOptions(policy="none")
 
 
 def gaussian() -> Likelihood:
@@ -74,7 +75,7 @@ def make_model(name: str, X: Tensor, Y: Tensor, Z: Tensor, **kwargs: Any) -> Seq
 
 
 def stream(
-    name: str, memory: Memory, sizes: list[int], order: Tensor | None = None
+    name: str, memory: MemoryOptions, sizes: list[int], order: Tensor | None = None
 ) -> SequentialGP:
     X, Y, arguments = make_data(name)
     if order is not None:
@@ -124,14 +125,16 @@ def test_a_stream_that_remembers_everything_is_batch_learning(name: str) -> None
         torch.testing.assert_close(left.grad, right.grad, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("memory", [NOTHING, Memory(capacity=5), Memory(per_update=2)])
-def test_gaussian_stream_is_batch_learning_whatever_is_remembered(memory: Memory) -> None:
+@pytest.mark.parametrize(
+    "memory", [NOTHING, MemoryOptions(capacity=5), MemoryOptions(per_update=2)]
+)
+def test_gaussian_stream_is_batch_learning_whatever_is_remembered(memory: MemoryOptions) -> None:
     assert_same_posterior(stream("gaussian", memory, [10, 5, 15]), at_once("gaussian"), 1e-8)
 
 
 def test_order_does_not_matter_for_gaussian_observations() -> None:
     order = torch.randperm(30)
-    shuffled = stream("gaussian", Memory(capacity=4), [7, 23], order)
+    shuffled = stream("gaussian", MemoryOptions(capacity=4), [7, 23], order)
     assert_same_posterior(shuffled, stream("gaussian", NOTHING, [30]), 1e-8)
 
 
@@ -194,7 +197,7 @@ def test_bound_of_a_summary_at_other_inducing_points_is_a_bound() -> None:
 
 
 def test_gradients_of_the_bound_with_a_summary() -> None:
-    model = stream("gaussian", Memory(capacity=6), [30])
+    model = stream("gaussian", MemoryOptions(capacity=6), [30])
     model.variational_strategy.inducing_points.requires_grad_(False)
     bound, _ = model.bound()
     bound.backward()
@@ -228,7 +231,9 @@ def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
                 if parameter.grad is not None:
                     parameter -= 1e-4 * parameter.grad
     for x, y in zip(X.split(30), Y.split(30), strict=True):
-        record = streamed.update(x, y, memory=Memory(capacity=30), steps=100, learning_rate=0.02)
+        record = streamed.update(
+            x, y, memory=MemoryOptions(capacity=30), steps=100, learning_rate=0.02
+        )
     assert float(streamed.likelihood.noise) == pytest.approx(0.04, rel=0.3)
     grid = torch.linspace(0, 1, 50).unsqueeze(-1)
     error = (streamed.posterior(grid).mean - torch.sin(12 * grid)).square().mean().sqrt()
@@ -242,7 +247,7 @@ def test_record() -> None:
     X, Y, _ = make_data("gaussian")
     model = make_model("gaussian", X[:10], Y[:10], X[:8])
     before = model.log_predictive_density(X[10:], Y[10:].squeeze(-1)).mean()
-    record = model.update(X[10:], Y[10:], memory=Memory(capacity=7), learn=False)
+    record = model.update(X[10:], Y[10:], memory=MemoryOptions(capacity=7), learn=False)
     assert record.log_density == pytest.approx(float(before))
     assert (record.num_new, record.num_memory, record.num_inducing) == (20, 7, 8)
     assert record.memory_gained - record.memory_lost == 7 - 10
@@ -267,7 +272,9 @@ def test_odd_batches(name: str) -> None:
     model.update(X[:1], Y[:1], steps=2)
     model.update(X[:0], Y[:0], steps=2)
     model.update(X[:5], torch.zeros(5, 1), steps=2)
-    model.update(X[:1].expand(20, 2), Y[:1].expand(20, 1), memory=Memory(capacity=3), steps=2)
+    model.update(
+        X[:1].expand(20, 2), Y[:1].expand(20, 1), memory=MemoryOptions(capacity=3), steps=2
+    )
     assert all(moment.isfinite().all() for moment in moments(model))
 
 
@@ -293,7 +300,7 @@ def test_a_failed_update_leaves_no_trace(change: Any, error: Any, message: str |
     model = make_model("bernoulli", X[:10], Y[:10], X[:8])
     before = {key: value.clone() for key, value in model.state_dict().items()}
     predictions = moments(model)
-    memory = Memory(capacity=3, policy=fails)
+    memory = MemoryOptions(capacity=3, policy=fails)
     with pytest.raises(error, match=message):
         model.update(*change(X[10:], Y[10:]), memory=memory, steps=3)
     after = model.state_dict()
@@ -313,11 +320,86 @@ def test_conditioned_and_batched_models_are_not_updated() -> None:
 
 def test_float32() -> None:
     X, Y, _ = make_data("gaussian")
-    model = stream("gaussian", Memory(capacity=5), [10, 20])
+    model = stream("gaussian", MemoryOptions(capacity=5), [10, 20])
     single = make_model("gaussian", X[:0].float(), Y[:0].float(), X[:8].float())
     for part in (slice(0, 10), slice(10, 30)):
-        single.update(X[part].float(), Y[part].float(), memory=Memory(capacity=5), learn=False)
+        single.update(
+            X[part].float(), Y[part].float(), memory=MemoryOptions(capacity=5), learn=False
+        )
     grid = torch.rand(5, 2)
     error = single.posterior(grid.float()).mean.double() - model.posterior(grid).mean
     assert float(error.abs().max()) < 1e-3  # float32: jitter of 1e-5 and rounding
     assert isinstance(single.covar_module, gpytorch.kernels.Kernel)
+
+
+# -------------------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "softmax"])
+@pytest.mark.parametrize("memory", [EVERYTHING, NOTHING])
+def test_what_is_added_can_be_forgotten(name: str, memory: MemoryOptions) -> None:
+    if name != "gaussian" and memory is NOTHING:
+        return  # folded for good: see the next test
+    X, Y, _ = make_data(name)
+    model = make_model(name, X[:20], Y[:20], X[:8])
+    model.update(X[:0], Y[:0], memory=memory, learn=False)
+    before = moments(model)
+    model.update(X[20:], Y[20:], memory=memory, learn=False)
+    assert float((moments(model)[0] - before[0]).abs().max()) > 1e-3
+    model.forget(X[20:], Y[20:])
+    for left, right in zip(moments(model), before, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
+
+
+def test_forgetting_the_unknown_is_an_error() -> None:
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X[:5], Y[:5], X[:8])
+    before = model.state_dict()
+    with pytest.raises(ValueError, match="not part of what has been learnt"):
+        model.forget(X[10:], Y[10:])
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_memory_and_leverage() -> None:
+    r"""For Gaussian observations and Z = X, the diagonal of :math:`K (K + \sigma^2 I)^{-1}`."""
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X, Y, X)
+    K = model.covar_module(X).to_dense().detach()
+    expected = torch.linalg.solve(K + 0.1 * torch.eye(30), K).diagonal()
+    torch.testing.assert_close(model.memory.leverage, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.leverage(X[:4], Y[:4]), expected[:4], atol=1e-6, rtol=0)
+    assert torch.equal(model.memory.inputs, X)
+
+
+def test_stream_of_a_data_loader(capfd: pytest.CaptureFixture[str]) -> None:
+    X, Y, _ = make_data("poisson")
+    model = make_model("poisson", X[:0], Y[:0], X[:8])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)
+    seen: list[UpdateRecord] = []
+    records = model.update_stream(loader, callback=seen.append, learn=False)
+    assert records == seen
+    assert [record.num_memory for record in records] == [10, 20, 30]
+    assert capfd.readouterr().err == ""  # not a terminal: no progress bar
+    assert_same_posterior(model, at_once("poisson"))
+
+
+def test_inducing_points_grow_with_the_domain_and_stay_when_nothing_is_new() -> None:
+    X = torch.linspace(0, 10, 200).unsqueeze(-1)
+    Y = torch.sin(X)
+    model = make_model("gaussian", X[:20], Y[:20], X[:20:4], learn_inducing_points=False)
+    model.covar_module.base_kernel.lengthscale = 1.0
+    options = {"inducing": "adapt", "max_inducing": 60, "learn": False}
+    sizes = [
+        model.update(X[i : i + 20], Y[i : i + 20], **options).num_inducing
+        for i in range(20, 200, 20)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
+    Z = model.variational_strategy.inducing_points.clone()
+    model.update(X[50:70], Y[50:70], **options)
+    assert torch.equal(Z, model.variational_strategy.inducing_points)
+    error = (model.posterior(X).mean - Y).abs().max()
+    assert float(error) < 0.2
+    limited = model.update(X[:20] + 20, Y[:20], inducing="adapt", learn=False)
+    assert limited.num_inducing == len(Z)
+    assert not torch.equal(Z, model.variational_strategy.inducing_points)

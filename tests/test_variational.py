@@ -16,7 +16,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal, constraints, kl_divergence
 
-from seqgp import DualVariationalStrategy
+from seqgp import BinomialLikelihood, DualVariationalStrategy
 from tests.helpers import (
     CASES,
     GP,
@@ -107,12 +107,31 @@ def test_any_inducing_points_are_gpytorchs_sgpr() -> None:
         assert_close(model(data.test).mean, sgpr.eval()(data.test).mean, 1e-8)
 
 
-def test_noise_that_the_likelihood_holds() -> None:
-    """The noise of the very points that it was made with, or given with each call."""
-    data = problem("fixed_noise")
-    holds = GP(data.Z, FixedNoiseGaussianLikelihood(data.arguments["noise"])).eval()
-    holds.variational_strategy.converge(data.x, data.y)
-    assert_same_posterior(holds, data.converged(), data.test, 1e-12)
+@pytest.mark.parametrize(
+    ("name", "argument", "make"),
+    [
+        ("fixed_noise", "noise", FixedNoiseGaussianLikelihood),
+        ("binomial", "total_count", BinomialLikelihood),
+    ],
+)
+@pytest.mark.parametrize("chunk", [20, 10**6])
+def test_arguments_that_the_likelihood_holds(
+    name: str, argument: str, make: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the very points that it was made with, or given with each call."""
+    monkeypatch.setattr("seqgp.variational.CHUNK_ELEMENTS", chunk)
+    data = problem(name)
+    held = data._replace(likelihood=make(data.arguments[argument]), arguments={})
+    assert_same_posterior(held.converged(), data.converged(), data.test, 1e-9)
+    with pytest.raises(ValueError, match=f"{argument}: the likelihood holds"):
+        held.converged().get_fantasy_model(data.x[:3], data.y[:3])
+    first = {argument: data.arguments[argument][:3]}
+    assert_same_posterior(
+        held.converged().get_fantasy_model(data.x[:3], data.y[:3], **first),
+        data.converged().get_fantasy_model(data.x[:3], data.y[:3], **first),
+        data.test,
+        1e-9,
+    )
 
 
 def test_before_any_data_the_posterior_is_the_prior() -> None:

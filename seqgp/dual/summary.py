@@ -60,9 +60,14 @@ class Basis(NamedTuple):
 
 
 def fold(
-    summary: Summary, A: Tensor, sites: Sites, residual: Tensor, noise: Tensor | None
+    summary: Summary,
+    A: Tensor,
+    sites: Sites,
+    residual: Tensor,
+    noise: Tensor | None,
+    sign: int = 1,
 ) -> Summary:
-    """Add observations to a summary for good.
+    """Add observations to a summary for good, or take them out again.
 
     Args:
         summary: The summary, in the basis of ``A``.
@@ -71,12 +76,15 @@ def fold(
         residual: ``... x n``, targets minus prior mean.
         noise: ``... x 1`` or ``... x n`` noise variance of Gaussian observations, ``None`` for
             other likelihoods.
+        sign: 1 to add, -1 to take out.
     """
-    square = summary.square
+    square, number = summary.square, summary.number + sign * residual.shape[-1]
+    scale: Tensor | int = sign
     if noise is not None:
-        sites = Sites(sites.lam * noise, (sites.beta * noise).expand_as(sites.lam))
-        square = square + residual.square().sum(-1)
-    return Summary(add(summary.duals, tie(A, sites)), square, summary.number + residual.shape[-1])
+        scale = sign * noise
+        square = square + sign * residual.square().sum(-1)
+    sites = Sites(sites.lam * scale, (sites.beta * scale).expand_as(sites.lam))
+    return Summary(add(summary.duals, tie(A, sites)), square, number)
 
 
 def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:

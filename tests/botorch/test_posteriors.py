@@ -119,7 +119,7 @@ def test_joint_samples() -> None:
     both = stats.multivariate_normal(np.zeros(2), cov + np.eye(2)).cdf(mean)
     samples = posterior.rsample(torch.Size([40_000])).prod(-2)
     assert_mean(samples, torch.tensor([both]))
-    assert abs(both - posterior.mean.prod().item()) > 0.02  # which independence would give
+    assert abs(both - posterior.mean.prod().item()) > 0.01  # five standard errors
 
 
 @others

@@ -93,12 +93,12 @@ class Contract(VariationalTestCase):
         y = torch.linspace(-1, 1, 10).expand(*data_batch_shape, 10)
         y = (y > 0).to(y) if isinstance(likelihood, BernoulliLikelihood) else y
         fantasy = model.eval().get_fantasy_model(x, y)
-        self.assertIs(type(fantasy), type(model))
-        self.assertIs(fantasy.covar_module, model.covar_module)
+        assert type(fantasy) is type(model)
+        assert fantasy.covar_module is model.covar_module
         posterior = fantasy(torch.randn(32, 2))
-        self.assertEqual(posterior.batch_shape, expected_batch_shape)
-        self.assertEqual(posterior.event_shape, self.event_shape)
-        self.assertTrue(fantasy.variational_strategy.has_fantasy_strategy)
+        assert posterior.batch_shape == expected_batch_shape
+        assert posterior.event_shape == self.event_shape
+        assert fantasy.variational_strategy.has_fantasy_strategy
 
 
 class TestVariationalELBO(Contract, unittest.TestCase):

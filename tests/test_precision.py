@@ -1,0 +1,108 @@
+"""float32, for whoever has a GPU: kernels of any scale, little noise, repeated inducing points."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
+from gpytorch.means import ZeroMean
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+
+from seqgp import DualELBO
+from tests.helpers import GP, latent, make_inputs
+
+JITTER = 1e-5  # the default of float32, here for both: what is compared is rounding
+VARIANCES = [1e-4, 1e-2, 1.0, 1e2, 1e4]
+PRECISIONS = (torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _no_numerical_warnings() -> Iterator[None]:
+    """No jitter beyond the one that was asked for, no negative variances."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumericalWarning)
+        yield
+
+
+def data(variance: float, n: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, function values of some variance, and test inputs, in float64."""
+    x = make_inputs(n, 2).double()
+    return x, variance**0.5 * latent(x), make_inputs(40, 2).double()
+
+
+def make(Z: Tensor, variance: float, likelihood: Likelihood, dtype: torch.dtype) -> GP:
+    kernel = ScaleKernel(MaternKernel(nu=2.5))
+    model = GP(Z.to(dtype), likelihood, ZeroMean(), kernel, jitter_val=JITTER).to(dtype).eval()
+    kernel.base_kernel.lengthscale = 0.3
+    kernel.outputscale = variance
+    return model
+
+
+def assert_as_precise(single: Any, double: Any, variance: float, tol: float) -> None:
+    """Errors in units of the prior's standard deviation and variance."""
+    for q in (single, double):
+        assert q.mean.isfinite().all()
+        assert (q.variance > 0).all()
+    assert (single.mean.double() - double.mean).abs().max() < tol * variance**0.5
+    assert (single.variance.double() - double.variance).abs().max() < 2e-5 * variance
+
+
+@pytest.mark.parametrize(("m", "repeat"), [(20, 1), (200, 1), (100, 2)])
+@pytest.mark.parametrize("noise", [1e-3, 1e-1, 1.0])
+@pytest.mark.parametrize("variance", VARIANCES)
+def test_gaussian(variance: float, noise: float, m: int, repeat: int) -> None:
+    x, f, test = data(variance)
+    y = f + noise**0.5 * torch.randn(300, dtype=torch.float64)
+    posteriors = []
+    for dtype in PRECISIONS:
+        likelihood = GaussianLikelihood().to(dtype)
+        likelihood.noise = noise
+        model = make(x[:m].repeat(repeat, 1), variance, likelihood, dtype)
+        model.variational_strategy.converge(x.to(dtype), y.to(dtype))
+        posteriors.append(model(test.to(dtype)))
+        assert posteriors[-1].rsample().isfinite().all()
+    # Errors grow with the condition number of W, about n * variance / noise.
+    assert_as_precise(*posteriors, variance, 1e-3 if variance / noise < 1e6 else 1e-2)
+
+
+@pytest.mark.parametrize(("m", "repeat"), [(20, 1), (100, 2)])
+@pytest.mark.parametrize("variance", VARIANCES[:3])
+def test_bernoulli(variance: float, m: int, repeat: int) -> None:
+    x, f, test = data(variance)
+    posteriors = []
+    for dtype in PRECISIONS:
+        model = make(x[:m].repeat(repeat, 1), variance, BernoulliLikelihood().to(dtype), dtype)
+        info = model.variational_strategy.converge(x.to(dtype), (f > 0).to(dtype))
+        assert info.converged
+        posteriors.append(model(test.to(dtype)))
+    assert_as_precise(*posteriors, variance, 1e-4)
+
+
+@pytest.mark.parametrize("likelihood", [GaussianLikelihood, BernoulliLikelihood])
+@pytest.mark.parametrize("variance", VARIANCES[:4])
+def test_everything_else(variance: float, likelihood: type[Likelihood]) -> None:
+    """Fantasies, other inducing points, hyperparameters, gradients: finite and as in float64."""
+    x, f, test = data(variance, n=100)
+    f = (f > 0).double() if likelihood is BernoulliLikelihood else f
+    fantasies, moved, gradients = [], [], []
+    for dtype in PRECISIONS:
+        model = make(x[:40], variance, likelihood().to(dtype), dtype)
+        inputs, targets, new = x.to(dtype), f.to(dtype), test.to(dtype)
+        model.variational_strategy.converge(inputs, targets, max_steps=300, tol=1e-5)
+        fantasies.append(model.get_fantasy_model(inputs[:5], targets[:5])(new))
+        model.variational_strategy.set_inducing_points(inputs[20:60])
+        model.covar_module.outputscale = 2 * variance
+        moved.append(model(new))
+        model.train()
+        DualELBO(model.likelihood, model)(model(inputs), targets).backward()
+        gradients.append(model.covar_module.base_kernel.raw_lengthscale.grad)
+    assert_as_precise(*fantasies, variance, 1e-3)
+    assert_as_precise(*moved, variance, 1e-3)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-4, check_dtype=False)

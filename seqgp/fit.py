@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
-from botorch.optim.utils import get_parameters
+from botorch.optim.utils import get_parameters, get_parameters_and_bounds
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
@@ -132,9 +132,8 @@ def _fit_minibatches(
     progress: bool,
 ) -> None:
     (X,), Y, n = model.train_inputs, model.train_targets, model.num_data
-    optimizer = torch.optim.Adam(
-        [parameter for parameter in mll.parameters() if parameter.requires_grad], lr=learning_rate
-    )
+    parameters, bounds = get_parameters_and_bounds(mll, requires_grad=True)
+    optimizer = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
     steps = epochs * -(-n // batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     # The same minibatches whatever the global random state: fits are reproducible.
@@ -150,6 +149,21 @@ def _fit_minibatches(
                 loss = -mll(model(x), y, **arguments).sum()
                 loss.backward()
                 optimizer.step()
+                clamp_to_bounds(parameters, bounds)
                 schedule.step()
                 bar.update()
                 bar.set_postfix(elbo=f"{-loss.item():.4f}", refresh=False)
+
+
+@torch.no_grad()
+def clamp_to_bounds(
+    parameters: dict[str, Tensor], bounds: dict[str, tuple[float | None, float | None]]
+) -> None:
+    """Bring parameters back into their bounds.
+
+    BoTorch's default kernels and likelihoods are not transformed: their bounds are the
+    optimiser's business, and Adam does not know of bounds.
+    """
+    for name, (lower, upper) in bounds.items():
+        if lower is not None or upper is not None:
+            parameters[name].clamp_(lower, upper)

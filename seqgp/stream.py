@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from botorch.optim.closures import ForwardBackwardClosure
+from botorch.optim.core import scipy_minimize
+from botorch.optim.utils import get_parameters_and_bounds
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from seqgp.dual import Sites
 from seqgp.dual.predictive import log_predictive
+from seqgp.fit import clamp_to_bounds
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
@@ -79,6 +83,7 @@ class StreamMixin:
         memory: MemoryOptions | None = None,
         noise: Tensor | None = None,
         learn: bool = True,
+        optimizer: str = "adam",
         steps: int = 100,
         learning_rate: float = 0.01,
         inducing: str = "learn",
@@ -100,7 +105,8 @@ class StreamMixin:
                 points by leverage.
             noise: Noise variances of Gaussian observations, of the shape of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
-            steps: Adam steps on them.
+            optimizer: ``"adam"`` or ``"lbfgs"``.
+            steps: Its steps.
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
@@ -114,17 +120,20 @@ class StreamMixin:
 
         Example:
             >>> import torch
+            >>> from gpytorch.likelihoods import PoissonLikelihood
             >>> from seqgp import SequentialGP
             >>> X = torch.rand(200, 1, dtype=torch.double)
-            >>> Y = torch.sin(6 * X)
-            >>> model = SequentialGP(X[:50], Y[:50], inducing_points=20)
-            >>> records = [model.update(x, y, steps=5) for x, y in zip(X.split(50), Y.split(50))]
-            >>> records[-1].num_memory, records[-1].num_inducing
-            (250, 20)
+            >>> Y = torch.poisson(3 + 2 * torch.sin(6 * X))
+            >>> model = SequentialGP(X[:50], Y[:50], likelihood=PoissonLikelihood())
+            >>> record = model.update(X[50:], Y[50:], steps=5)
+            >>> record.num_new, record.num_memory
+            (150, 200)
         """
         start_time = time.perf_counter()
         if inducing not in ("learn", "adapt", "fixed"):
             raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
+        if optimizer not in ("adam", "lbfgs"):
+            raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
         targets, arguments = self._check_observations(X, Y, noise, arguments)
         memory = self.memory_options if memory is None else memory
         num_old, num_new = self.num_data, X.shape[-2]
@@ -133,7 +142,9 @@ class StreamMixin:
             self._extend(X, targets, arguments)
             if inducing == "adapt":
                 self._adapt_inducing_points(max_inducing)
-            taken = self._learn(steps, learning_rate, inducing == "learn") if learn else 0
+            taken = (
+                self._learn(optimizer, steps, learning_rate, inducing == "learn") if learn else 0
+            )
             self.refresh()
             sites, leverage = self._sites_and_leverage()
             with torch.no_grad():
@@ -315,27 +326,41 @@ class StreamMixin:
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
             strategy.set_inducing_points(chosen)
 
-    def _learn(self: Any, steps: int, learning_rate: float, learn_inducing: bool) -> int:
-        """Adam on the bound of memory, new observations and summary."""
+    def _learn(
+        self: Any, optimizer: str, steps: int, learning_rate: float, learn_inducing: bool
+    ) -> int:
+        """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
-        parameters = [
-            parameter
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad and (learn_inducing or not name.endswith("inducing_points"))
-        ]
-        if not parameters:
+        parameters, bounds = get_parameters_and_bounds(
+            mll,
+            name_filter=None if learn_inducing else lambda name: "inducing_points" not in name,
+            requires_grad=True,
+        )
+        if not parameters or not steps:
             return 0
-        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-        training, sites = self.training, None
-        self.train()
-        for _ in range(steps):
-            optimizer.zero_grad()
+        sites, taken = None, 0
+
+        def loss() -> Tensor:
+            nonlocal sites, taken
+            taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-            bound, sites = self.bound(sites, tol=1e-3)
-            (-mll.with_priors(bound, 1).sum()).backward()
-            optimizer.step()
+            bound, sites = self.bound(sites, tol=1e-3 if optimizer == "adam" else 1e-5)
+            return -mll.with_priors(bound, 1).sum()
+
+        training = self.training
+        self.train()
+        if optimizer == "adam":
+            adam = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
+            for _ in range(steps):
+                adam.zero_grad()
+                loss().backward()
+                adam.step()
+                clamp_to_bounds(parameters, bounds)
+        else:
+            closure = ForwardBackwardClosure(loss, parameters)
+            scipy_minimize(closure, parameters, bounds, options={"maxiter": steps})
         self.train(training)
-        return steps
+        return taken
 
     def _sites_and_leverage(self: Any) -> tuple[Sites, Tensor]:
         """Sites and leverage scores of the training data under the present posterior."""

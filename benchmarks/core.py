@@ -46,7 +46,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """Speed for three likelihoods and several seeds, memory for several sizes."""
     speed = {"n": 10_000, "m": 200, "d": 8, "rounds": 15}
     memory = {"m": 100, "d": 4}
-    sizes, seeds = [10_000, 100_000, 1_000_000], 3
+    sizes, seeds = [10_000, 100_000, 300_000, 1_000_000], 3
     threads_tried = sorted({1, torch.get_num_threads()})
     if options.quick:
         speed, sizes, seeds = {"n": 500, "m": 30, "d": 4, "rounds": 5}, sizes[:2], 1
@@ -292,10 +292,7 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "| n | before | data | added by the step |",
         "|---|---|---|---|",
     ]
-    for key, unit in units.items():
-        if key.startswith("memory/n="):
-            n = int(key.removeprefix("memory/n="))
-            lines.append(
-                f"| {n:,} | {unit['before']:.0f} | {unit['data']:.1f} | {unit['extra']:.0f} |"
-            )
+    sizes = {int(key.partition("=")[2]): unit for key, unit in units.items() if "memory/" in key}
+    for n, unit in sorted(sizes.items()):
+        lines.append(f"| {n:,} | {unit['before']:.0f} | {unit['data']:.1f} | {unit['extra']:.0f} |")
     return "\n".join(lines)

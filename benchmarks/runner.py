@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -93,14 +93,24 @@ class Result:
             os.close(lock)
 
     def provenance(self) -> str:
-        """One line on where the numbers come from."""
-        last, seconds = self.runs[-1], sum(unit["seconds"] for unit in self.units.values())
-        versions = ", ".join(f"{name} {number}" for name, number in last["versions"].items())
-        revision = f"revision {last['revision'][:10]}" if last["revision"] else "no revision"
-        changed = " with changes" if last["changed"] else ""
+        """One line on where the numbers come from: every run that one of them was made in."""
+        used = [self.runs[i] for i in sorted({unit["run"] for unit in self.units.values()})]
+        seconds = sum(unit["seconds"] for unit in self.units.values())
+
+        def distinct(values: Iterable[str]) -> str:
+            return ", ".join(dict.fromkeys(values))
+
+        revisions = distinct(
+            f"{(made['revision'] or 'none')[:10]}{' with changes' * made['changed']}"
+            for made in used
+        )
+        versions = distinct(
+            f"{name} {number}" for made in used for name, number in made["versions"].items()
+        )
         return (
-            f"{len(self.units)} measurements in {seconds:.0f} s, {last['threads']} threads, "
-            f"{last['started'][:10]}, {revision}{changed}; {versions}."
+            f"{len(self.units)} measurements in {seconds:.0f} s, "
+            f"{distinct(str(made['threads']) for made in used)} threads by default, "
+            f"{distinct(made['started'][:10] for made in used)}, revision {revisions}; {versions}."
         )
 
 

@@ -12,9 +12,9 @@ from botorch.optim.utils import get_parameters, get_parameters_and_bounds
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from seqgp.objectives import DualELBO
+from seqgp.progress import progress_bar
 
 if TYPE_CHECKING:
     from seqgp.model import SequentialGP
@@ -93,7 +93,7 @@ def _fit_full_batch(
         # Inducing points at all inputs are optimal already.
         if not (name.endswith("inducing_points") and model.inducing_points_cover_data)
     }
-    bar = tqdm(desc="fit", unit=" evaluations", disable=not progress)
+    bar = progress_bar(desc="fit", unit=" evaluations", disable=not progress)
 
     sites = None
 
@@ -138,7 +138,7 @@ def _fit_minibatches(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)
-    with tqdm(total=steps, desc="fit", unit=" steps", disable=not progress) as bar:
+    with progress_bar(total=steps, desc="fit", unit=" steps", disable=not progress) as bar:
         for _ in range(epochs):
             order = torch.randperm(n, generator=generator, device="cpu").to(X.device)
             for index in order.split(batch_size):

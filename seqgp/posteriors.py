@@ -19,7 +19,7 @@ from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.get_sampler import GetSampler
 from botorch.sampling.normal import SobolQMCNormalSampler
 from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
-from scipy import special, stats
+from scipy import special, stats  # a dependency of BoTorch
 from torch import Tensor
 from torch.distributions import (
     Bernoulli,

@@ -18,7 +18,6 @@ from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from seqgp.dual import Sites
 from seqgp.dual.predictive import log_predictive
@@ -27,6 +26,7 @@ from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
 from seqgp.observations import Observations
+from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs, check_targets, check_Y
 
 
@@ -83,8 +83,8 @@ class StreamMixin:
         memory: MemoryOptions | None = None,
         noise: Tensor | None = None,
         learn: bool = True,
-        optimizer: str = "adam",
-        steps: int = 100,
+        optimizer: str = "lbfgs",
+        steps: int = 40,
         learning_rate: float = 0.01,
         inducing: str = "learn",
         max_inducing: int | None = None,
@@ -105,8 +105,8 @@ class StreamMixin:
                 points by leverage.
             noise: Noise variances of Gaussian observations, of the shape of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
-            optimizer: ``"adam"`` or ``"lbfgs"``.
-            steps: Its steps.
+            optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
+            steps: The largest number of its steps.
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
@@ -186,7 +186,9 @@ class StreamMixin:
             The records of all updates.
         """
         records = []
-        bar = tqdm(stream, desc="stream", unit=" updates", disable=None if progress else True)
+        bar = progress_bar(
+            stream, desc="stream", unit=" updates", disable=None if progress else True
+        )
         for X, Y in bar:
             record = self.update(X, Y, **options)
             records.append(record)

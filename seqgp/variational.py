@@ -59,7 +59,7 @@ from seqgp.validation import (
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
 #: chunks together before they are computed anew at each pass over the data.
-CHUNK_ELEMENTS = 2**21
+CHUNK_ELEMENTS = 2**19
 KEEP_ELEMENTS = 2**25
 
 
@@ -205,7 +205,7 @@ class DualVariationalStrategy(DualState):
         state = self._state()
         duals, bound = natural_gradient_step(
             state.duals,
-            self._batches(state, data)(),
+            self._batches(state, data, passes=1)(),
             rho,
             base=self._base(state.basis, data.likelihood),
             weight=weight,
@@ -603,7 +603,9 @@ class DualVariationalStrategy(DualState):
             mean = mean.expand(*mean.shape[:-2], self.num_latents, mean.shape[-1])
         return Batch(A, unexplained, mean, data.evaluate(self.num_latents is not None))
 
-    def _batches(self, state: State, data: Observations) -> Callable[[], Iterable[Batch]]:
+    def _batches(
+        self, state: State, data: Observations, passes: int | None = None
+    ) -> Callable[[], Iterable[Batch]]:
         """Observations in chunks whose size bounds the memory, however many there are."""
         n, width = len(data), self.inducing_points.shape[-2] * data.inputs.shape[:-2].numel()
         size = max(CHUNK_ELEMENTS // width, 1)
@@ -612,7 +614,7 @@ class DualVariationalStrategy(DualState):
         def batch(chunk: slice) -> Batch:
             return self._batch(state.chol, state.shared, data.select(chunk))
 
-        if n * width <= KEEP_ELEMENTS:
+        if passes != 1 and n * width <= KEEP_ELEMENTS:
             batches = [batch(chunk) for chunk in chunks]
             return lambda: batches
         return lambda: map(batch, chunks)

@@ -106,10 +106,11 @@ class Case(NamedTuple):
 
     def sample(self, f: Tensor) -> Tensor:
         """Observations of latent values ``... x n [x c]``, the same each time."""
-        n = f.shape[-1] if self.num_latents is None else f.shape[-2]
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(1)
-            y = self.make().forward(f, **self.arguments(n)).sample()
+            if self.num_latents:  # one point at a time: GPyTorch's softmax may transpose others
+                return self.make().forward(f.unsqueeze(-2)).sample().squeeze(-1)
+            y = self.make().forward(f, **self.arguments(f.shape[-1])).sample()
         return y.clamp(0.01, 0.99) if "Beta" in repr(self.make()) else y
 
 

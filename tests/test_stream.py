@@ -8,6 +8,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     GaussianLikelihood,
@@ -17,7 +18,7 @@ from gpytorch.likelihoods import (
 )
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, SequentialGP
+from seqgp import BinomialLikelihood, DualELBO, SequentialGP
 from seqgp.memory import MemoryOptions
 from seqgp.stream import UpdateRecord
 from tests.helpers import make_kernel, make_mean
@@ -221,25 +222,16 @@ def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
     X = torch.rand(300, 1)
     Y = torch.sin(12 * X) + 0.2 * torch.randn_like(X)
     batch = make_model("gaussian", X, Y, X[:20], learn_inducing_points=False)
+    fit_gpytorch_mll(DualELBO(batch.likelihood, batch))
     streamed = make_model("gaussian", X[:0], Y[:0], X[:20], learn_inducing_points=False)
-    for _ in range(300):
-        batch.zero_grad()
-        bound, _ = batch.bound()
-        (-bound).backward()
-        with torch.no_grad():
-            for parameter in batch.parameters():
-                if parameter.grad is not None:
-                    parameter -= 1e-4 * parameter.grad
     for x, y in zip(X.split(30), Y.split(30), strict=True):
-        record = streamed.update(
-            x, y, memory=MemoryOptions(capacity=30), steps=100, learning_rate=0.02
-        )
-    assert float(streamed.likelihood.noise) == pytest.approx(0.04, rel=0.3)
+        record = streamed.update(x, y, memory=MemoryOptions(capacity=30))
+    assert float(streamed.likelihood.noise) == pytest.approx(float(batch.likelihood.noise), rel=0.1)
     grid = torch.linspace(0, 1, 50).unsqueeze(-1)
     error = (streamed.posterior(grid).mean - torch.sin(12 * grid)).square().mean().sqrt()
     assert float(error) < 0.1
     assert record.num_memory == 30
-    assert record.steps == 100
+    assert record.steps > 0
     assert set(record.hyperparameters) >= {"likelihood.noise_covar.noise", "mean_module.constant"}
 
 

@@ -229,6 +229,20 @@ def test_batches_are_as_if_alone(
             assert_close(batched.covariance_matrix[index], alone(inputs).covariance_matrix)
 
 
+def test_batches_of_noises() -> None:
+    """One model and one data set, three likelihoods."""
+    data, noises = problem("gaussian"), torch.tensor([[0.1], [0.3], [1.0]])
+    likelihood = GaussianLikelihood(batch_shape=torch.Size([3])).initialize(noise=noises)
+    together = GP(data.Z, likelihood).eval()
+    info = together.variational_strategy.converge(data.x, data.y)
+    for i, noise in enumerate(noises):
+        alone = GP(data.Z, GaussianLikelihood().initialize(noise=noise)).eval()
+        assert_close(info.elbo[i], alone.variational_strategy.converge(data.x, data.y).elbo, 1e-9)
+        assert_close(together(data.test).mean[i], alone(data.test).mean, 1e-9)
+        covariance = together(data.test).covariance_matrix
+        assert_close(covariance[i], alone(data.test).covariance_matrix, 1e-9)
+
+
 class EachLatent(Likelihood):
     """Every latent is observed with the same noisy value, independently: c GPs at once."""
 

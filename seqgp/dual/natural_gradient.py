@@ -226,10 +226,11 @@ def fixed_point(
     r"""Solve ``state = target(state)`` by damped iteration that never lowers the bound.
 
     Each member of the batch has its own step size. It is halved when a step would lower the
-    bound (or end in NaN), and grows again, up to ``rho``, when a step succeeds. Close to the
-    maximum, where the bound is flat to rounding error, it is halved when the residual grows. A
-    member is finished when its target differs from its state by less than ``tol``, relative to
-    the largest element, or when no step improves its bound any more.
+    bound (or end in NaN). After a successful step it is the one that would have solved the
+    equation had ``target`` been linear along the residual :math:`r`, the secant step
+    :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most ``rho``. A member
+    is finished when its target differs from its state by less than ``tol``, relative to the
+    largest element, or when no step improves its bound any more.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
@@ -259,13 +260,12 @@ def fixed_point(
         trial_target, trial_bound = step(trial)
         steps += 1
         trial_residual = _relative_change(trial, trial_target, trial_bound)
-        rounding = slack * (1 + bound.abs())
-        accepted = active & (trial_bound >= bound - rounding)
-        better = accepted & ((trial_bound > bound + rounding) | (trial_residual <= residual))
+        accepted = active & (trial_bound >= bound - slack * (1 + bound.abs()))
+        secant = _secant(state, target, trial, trial_target, rhos).clamp_max(rho)
         state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
         bound = torch.where(accepted, trial_bound, bound)
         residual = torch.where(accepted, trial_residual, residual)
-        rhos = torch.where(better, (1.5 * rhos).clamp_max(rho), torch.where(active, rhos / 2, rhos))
+        rhos = torch.where(accepted, secant, torch.where(active, rhos / 2, rhos))
     converged = not bool((residual > tol).any())
     if steps >= max_steps and not converged:
         warnings.warn(
@@ -288,6 +288,21 @@ def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
         scale = t.abs().amax(dims).clamp_min(torch.finfo(t.dtype).tiny)
         residual = torch.maximum(residual, (t - s).abs().amax(dims) / scale)
     return residual.nan_to_num(nan=torch.inf)
+
+
+def _secant(state: Pair, target: Pair, trial: Pair, trial_target: Pair, rhos: Tensor) -> Tensor:
+    """The step size that the residuals before and after a step suggest; at least a quarter."""
+    square, product = torch.zeros_like(rhos), torch.zeros_like(rhos)
+    for s, t, new_s, new_t in zip(state, target, trial, trial_target, strict=True):
+        dims = tuple(range(rhos.dim(), t.dim()))
+        if t.numel() == 0:
+            continue
+        scale = t.abs().amax(dims).clamp_min(torch.finfo(t.dtype).tiny)
+        before, after = (t - s) / align(scale, t), (new_t - new_s) / align(scale, t)
+        square = square + before.square().sum(dims)
+        product = product + (before * (before - after)).sum(dims)
+    step = torch.where(product > 0, rhos * square / product, torch.inf)
+    return torch.maximum(step, rhos / 4)
 
 
 def _where(condition: Tensor, a: Pair, b: Pair) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest
 from typing import Any
 
+import pytest
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
 from gpytorch.mlls import VariationalELBO
@@ -15,6 +16,9 @@ from torch import Tensor
 from seqgp import DualELBO, DualVariationalStrategy
 
 EMPTY = torch.Size([])
+
+# GPyTorch's test cases return their mocks.
+pytestmark = pytest.mark.filterwarnings("ignore:It is deprecated to return:DeprecationWarning")
 
 
 class NoDistribution:

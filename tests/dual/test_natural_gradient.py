@@ -48,8 +48,8 @@ def svgp_by_natural_gradients(data: Problem, likelihood: torch.nn.Module) -> tup
 
     model = SVGP(data.Z.expand(*batch_shape, m, 2), distribution, wrap).train()
     elbo = VariationalELBO(likelihood, model, n)
-    optimiser = gpytorch.optim.NGD(model.variational_parameters(), num_data=n, lr=0.3)
-    for _ in range(250):
+    optimiser = gpytorch.optim.NGD(model.variational_parameters(), num_data=n, lr=0.5)
+    for _ in range(80 if c is None else 200):
         optimiser.zero_grad()
         loss = -elbo(model(data.x), data.y, **data.arguments)
         loss.backward()
@@ -144,19 +144,18 @@ def test_the_bound_never_falls(name: str, min_precision: float | None) -> None:
 
 
 @all_likelihoods
-@pytest.mark.parametrize("rho", [0.7, 0.25])
-def test_damped_steps_lead_to_the_same_fixed_point(name: str, rho: float) -> None:
+def test_damped_steps_lead_to_the_same_fixed_point(name: str) -> None:
     data = problem(name)
     full, damped = data.converged(), data.model().eval()
-    assert data.learn(damped, rho=rho, tol=1e-9).converged
+    assert data.learn(damped, rho=0.3, tol=1e-9).converged
     assert_same_posterior(full, damped, data.test)
 
 
-@pytest.mark.parametrize("name", others)
+@pytest.mark.parametrize("name", ["bernoulli", "poisson", "student_t", "laplace"])
 def test_single_steps_lead_to_the_same_fixed_point(name: str) -> None:
     data = problem(name)
     full, stepwise = data.converged(), data.model().eval()
-    for _ in range(100):
+    for _ in range(60):
         stepwise.variational_strategy.natural_gradient_step(
             data.x, data.y, rho=0.5, min_precision=data.min_precision, **data.arguments
         )
@@ -236,11 +235,11 @@ def test_what_is_known_stays_known(name: str) -> None:
 
 @settings(deadline=None, max_examples=12)
 @given(
-    name=st.sampled_from(list(CASES)), chunk=st.integers(1, 220), keep=st.sampled_from([0, 10**6])
+    name=st.sampled_from(list(CASES)), chunk=st.integers(1, 60), keep=st.sampled_from([0, 10**6])
 )
 def test_chunks_do_not_matter(name: str, chunk: int, keep: int) -> None:
     """Blocks of any size, kept in memory or computed anew at each pass."""
-    data = problem(name)
+    data = problem(name, n=10, m=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqgp.variational.CHUNK_ELEMENTS", chunk)
         patch.setattr("seqgp.variational.KEEP_ELEMENTS", keep)

@@ -91,6 +91,12 @@ def test_batches() -> None:
             assert_close(summary[i], expected_log_summary(s.duals, alone), 1e-12)
 
 
+def test_rounding_leaves_no_negative_variance() -> None:
+    A = torch.full((2, 3), 1.0)
+    k = torch.tensor([2.0 - 1e-12, 2.0, 2.5])
+    assert unexplained_variance(A, k).tolist() == [0.0, 0.0, 0.5]
+
+
 def test_no_data_no_change() -> None:
     s = Setting()
     factors = factorise(dual.zero_duals(s.A, 5))

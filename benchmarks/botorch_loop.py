@@ -100,7 +100,7 @@ def measure(way: str, seed: int, evaluations: int) -> dict[str, Any]:
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     """Regret and time of each way, and a figure."""
     lines = [
-        "| | simple regret at the end, median (range) | seconds on the model, median | total seconds |",
+        "| | regret at the end, median (range) | seconds on the model, median | seconds in all |",
         "|---|---|---|---|",
     ]
     curves = {}

@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.runner import Options, Unit, race
 from seqgp import SequentialGP
 
-LENGTHSCALE, OUTPUTSCALE, NOISE, JITTER = 0.4, 1.0, 0.05, 1e-8
-CANDIDATES, FANTASIES, TEST, DIM, DATA = 64, 16, 100, 4, 1000
+LENGTHSCALE, OUTPUTSCALE, NOISE, JITTER = 0.25, 1.0, 0.05, 1e-8
+CANDIDATES, FANTASIES, TEST, DIM, DATA = 64, 16, 100, 2, 1000
 #: OVC forms an (m + q) x (m + q) matrix per fantasy: where 64 candidates do not fit into memory,
 #: it gets fewer, and its time is scaled up.
 OVC_CANDIDATES = {500: 8}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.botorch.acquisition_table import render
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -54,3 +56,7 @@ def test_fantasy_example_has_the_shape_it_says() -> None:
     names = run(*block)
     mean = names["fantasies"].posterior(names["X"]).mean  # type: ignore[attr-defined]
     assert mean.shape == (16, 8, 50, 1)
+
+
+def test_table_of_acquisition_functions_is_the_tested_one() -> None:
+    assert f"tests/botorch/acquisition_table.py -->\n{render()}\n<!-- end -->" in README.read_text()

@@ -117,7 +117,8 @@ def conditioned_from_sites(centred: Tensor, covariance: Tensor, state: Sites) ->
 def _condition(centred: Tensor, covariance: Tensor, state: Sites) -> tuple[Conditioned, Tensor]:
     """As `conditioned_from_sites`, and ``chol(M)``."""
     lam, beta = state
-    S = beta.sqrt().unsqueeze(-1)
+    # Not quite zero, where the root has no derivative; everything depends on its square only.
+    S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
     eye = torch.eye(lam.shape[-1], dtype=lam.dtype, device=lam.device)
     chol = scaled_cholesky(eye + S * covariance * S.mT)
     root = solve_lower(chol, S.mT * eye)

@@ -182,7 +182,7 @@ def test_works(name: str, likelihood: str) -> None:
         q=X.shape[-2] if isinstance(acquisition, qMultiStepLookahead) else q,
         num_restarts=2,
         raw_samples=8,
-        options={"maxiter": 8},
+        options={"maxiter": 8, "maxfun": 25},
         retry_on_optimization_warning=False,  # fantasies of discrete observations are not smooth
     )
     assert found.shape == (q, 2)

@@ -69,6 +69,24 @@ class MemoryOptions:
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
 
+    def inclusion_of(self, leverage: Tensor, num_new: int) -> Tensor:
+        """How probable it was for each of ``n`` observations to be kept; arguments as `choose`."""
+        n, probability = len(leverage), torch.ones_like(leverage)
+        if self.per_update is not None and num_new > self.per_update:
+            new = slice(n - num_new, n)
+            probability[new] = self._inclusion(leverage[new], self.per_update)
+        expected = float(probability.sum())
+        if self.capacity is not None and expected > self.capacity:
+            probability = probability * self._inclusion(leverage, self.capacity)
+        return probability.clamp_min(torch.finfo(leverage.dtype).tiny)
+
+    def _inclusion(self, leverage: Tensor, size: int) -> Tensor:
+        """Probabilities to be among ``size`` that are drawn."""
+        if self.policy != "leverage":
+            return torch.full_like(leverage, size / len(leverage))
+        share = leverage / leverage.sum().clamp_min(torch.finfo(leverage.dtype).tiny)
+        return 1 - (1 - share).pow(size)
+
     def choose(self, leverage: Tensor, num_new: int, update: int) -> Tensor:
         """Indices of the observations to keep.
 

@@ -184,6 +184,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.outcome_transform = outcome_transform
         self._inducing_point_allocator = allocator
         self.memory_options = MemoryOptions()
+        self.memory_weights = train_X.new_ones(train_X.shape[-2])
         self.num_updates = 0
         self.to(train_X)
         self.refresh()
@@ -348,16 +349,24 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         else:
             strategy.converge(X, Y, self.likelihood, tol=tol, **arguments)
 
-    def bound(self, start: Sites | None = None, tol: float = 1e-8) -> tuple[Tensor, Sites]:
+    def bound(
+        self,
+        start: Sites | None = None,
+        tol: float = 1e-8,
+        weights: Tensor | None = None,
+        hold: bool = False,
+    ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
         Args:
             start: Sites to start from.
             tol: Relative tolerance for the sites.
+            weights: Weights of the observations, in place of the summary's term.
+            hold: Take ``start`` for the sites instead of converging them.
         """
-        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
+        X, Y, arguments = self.training_data()
         return self.variational_strategy.bound(
-            X, self.train_targets, self.likelihood, start, tol, **self.likelihood_arguments
+            X, Y, self.likelihood, start, tol, weights, hold, **arguments
         )
 
     @torch.no_grad()

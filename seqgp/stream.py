@@ -21,6 +21,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.dual.predictive import log_predictive
+from seqgp.dual.sites import is_conjugate
 from seqgp.fit import clamp_to_bounds
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
@@ -83,6 +84,7 @@ class StreamMixin:
         memory: MemoryOptions | None = None,
         noise: Tensor | None = None,
         learn: bool = True,
+        objective: str | None = None,
         optimizer: str = "lbfgs",
         steps: int = 40,
         learning_rate: float = 0.01,
@@ -105,6 +107,12 @@ class StreamMixin:
                 points by leverage.
             noise: Noise variances of Gaussian observations, of the shape of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
+            objective: What hyperparameters are learnt from besides the new observations:
+                ``"summary"``, the pseudo-likelihood of all that has been folded, or ``"memory"``,
+                the likelihood of what is remembered, each observation weighted by the inverse of
+                its probability to be. By default the summary if the likelihood is Gaussian, where
+                it is exact, and else the memory: a site frozen under an old posterior is a poor
+                stand-in for, say, a Bernoulli likelihood once hyperparameters move.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps.
             learning_rate: Adam's learning rate.
@@ -134,22 +142,32 @@ class StreamMixin:
             raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
+        if objective not in (None, "summary", "memory"):
+            raise ValueError(f"objective: expected summary or memory, got {objective!r}.")
+        if objective is None:
+            objective = "summary" if is_conjugate(self.likelihood) else "memory"
         targets, arguments = self._check_observations(X, Y, noise, arguments)
         memory = self.memory_options if memory is None else memory
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
             self._extend(X, targets, arguments)
+            new_weights = X.new_ones(num_new)
+            self.memory_weights = torch.cat([self.memory_weights[:num_old], new_weights])
             if inducing == "adapt":
                 self._adapt_inducing_points(max_inducing)
             taken = (
-                self._learn(optimizer, steps, learning_rate, inducing == "learn") if learn else 0
+                self._learn(optimizer, steps, learning_rate, inducing == "learn", objective)
+                if learn
+                else 0
             )
             self.refresh()
             sites, leverage = self._sites_and_leverage()
             with torch.no_grad():
                 bound, _ = self.bound(sites)
             kept = memory.choose(leverage, num_new, self.num_updates)
+            inclusion = memory.inclusion_of(leverage, num_new)
+            self.memory_weights = (self.memory_weights / inclusion)[kept]
             self._fold_all_but(kept, sites, discount)
             self.refresh()
             self.num_updates += 1
@@ -329,10 +347,17 @@ class StreamMixin:
             strategy.set_inducing_points(chosen)
 
     def _learn(
-        self: Any, optimizer: str, steps: int, learning_rate: float, learn_inducing: bool
+        self: Any,
+        optimizer: str,
+        steps: int,
+        learning_rate: float,
+        learn_inducing: bool,
+        objective: str,
+        rounds: int = 4,
     ) -> int:
         """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
+        weights = self.memory_weights if objective == "memory" else None
         parameters, bounds = get_parameters_and_bounds(
             mll,
             name_filter=None if learn_inducing else lambda name: "inducing_points" not in name,
@@ -340,13 +365,14 @@ class StreamMixin:
         )
         if not parameters or not steps:
             return 0
-        sites, taken = None, 0
+        sites, taken, hold = None, 0, False
 
         def loss() -> Tensor:
             nonlocal sites, taken
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-            bound, sites = self.bound(sites, tol=1e-3 if optimizer == "adam" else 1e-5)
+            tol = 1e-3 if optimizer == "adam" else 1e-5
+            bound, sites = self.bound(sites, tol, weights, hold)
             return -mll.with_priors(bound, 1).sum()
 
         training = self.training
@@ -358,9 +384,19 @@ class StreamMixin:
                 loss().backward()
                 adam.step()
                 clamp_to_bounds(parameters, bounds)
-        else:
+        elif weights is None:
             closure = ForwardBackwardClosure(loss, parameters)
             scipy_minimize(closure, parameters, bounds, options={"maxiter": steps})
+        else:
+            # Not the bound that the sites maximise: hold them, and converge them in between.
+            for _ in range(rounds):
+                hold = False
+                with torch.no_grad():
+                    loss()
+                hold = True
+                closure = ForwardBackwardClosure(loss, parameters)
+                options = {"maxiter": max(steps // rounds, 1)}
+                scipy_minimize(closure, parameters, bounds, options=options)
         self.train(training)
         return taken
 

@@ -270,6 +270,8 @@ class DualVariationalStrategy(DualState):
         likelihood: Likelihood | None = None,
         start: Sites | None = None,
         tol: float = 1e-8,
+        weights: Tensor | None = None,
+        hold: bool = False,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
         """The evidence lower bound of a data set, maximised over q, with its exact gradient.
@@ -283,6 +285,10 @@ class DualVariationalStrategy(DualState):
             likelihood: The likelihood; by default the model's attribute of that name.
             start: Sites to start from, say those at the hyperparameters of the previous step.
             tol: Relative tolerance for the sites.
+            weights: ``n`` weights of the observations' expected log likelihoods. If given, they
+                also stand in for the summary, whose own term is left out of the bound (not out of
+                q): the paper's way to learn hyperparameters.
+            hold: Take ``start`` for the sites instead of converging them.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -295,27 +301,31 @@ class DualVariationalStrategy(DualState):
         batch = self._batch(chol, prior_Z.batch_shape.numel() == 1, data)
         base = self._base(basis, likelihood)
         with torch.no_grad():
-            site = converge_sites(
-                batch.detach(),
-                start,
-                None if base is None else Duals(base.lam.detach(), base.B.detach()),
-                is_conjugate(likelihood),
-                self.latent_dims,
-                tol=tol,
+            site = (
+                start
+                if hold and start is not None
+                else converge_sites(
+                    batch.detach(),
+                    start,
+                    None if base is None else Duals(base.lam.detach(), base.B.detach()),
+                    is_conjugate(likelihood),
+                    self.latent_dims,
+                    tol=tol,
+                )
             )
         duals = tie(batch.A, site)
         factors = factorise(duals if base is None else add(duals, base))
         mean = batch.prior_mean + posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
         bound = -kl_divergence(factors)
-        if base is not None:
+        if base is not None and weights is None:
             noise = summary_noise(likelihood)
             bound = bound + expected_log_summary(base, factors)
             bound = bound + log_constant(self.summary, basis, noise)
         if self.latent_dims:
             mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
-        fit = expected_log_prob(likelihood, targets, mean, variance, **arguments).sum(-1)
-        return fit + bound, site
+        fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)
+        return (fit if weights is None else weights * fit).sum(-1) + bound, site
 
     @torch.no_grad()
     def sites(

@@ -66,3 +66,24 @@ def test_a_policy_of_ones_own() -> None:
 def test_bad_settings(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MemoryOptions(**arguments)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryOptions(capacity=8),
+        MemoryOptions(capacity=None, per_update=4),
+        MemoryOptions(capacity=6, policy="random"),
+    ],
+)
+def test_inverse_inclusion_probabilities_make_sums_unbiased(memory: MemoryOptions) -> None:
+    """To a few per cent: the probabilities are those of draws with replacement."""
+    leverage = torch.rand(30, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
+    values = leverage.sqrt()
+    weights = 1 / memory.inclusion_of(leverage, 20)
+    estimates = []
+    for update in range(2000):
+        kept = memory.choose(leverage, 20, update)
+        estimates.append(float((weights * values)[kept].sum()))
+    mean = sum(estimates) / len(estimates)
+    assert mean == pytest.approx(float(values.sum()), rel=0.05)

@@ -187,6 +187,21 @@ def test_gradients_of_discrete_fantasies(name: str) -> None:
     assert (gradients[0].abs().amax(-1) > 0).all()
 
 
+@pytest.mark.parametrize("q", [1, 2])
+def test_gradients_where_the_precision_is_zero(q: int) -> None:
+    """An outlier asks for a negative precision, which is floored; its root has no derivative."""
+    model, test = data("student_t").model(), make_inputs(3, 2)
+    X = ((0.37 + make_inputs(q, 2)) % 1).requires_grad_()
+    Y = torch.tensor([[30.0], [0.0]])[:q]
+
+    def conditioned(X: Tensor) -> tuple[Tensor, Tensor]:
+        fantasy = model.condition_on_observations(X, Y, tol=1e-13, max_steps=1000)
+        assert fantasy.variational_strategy._observed.sites.beta[0] == 0
+        return moments(fantasy, test)
+
+    assert torch.autograd.gradcheck(conditioned, X, eps=1e-5, atol=1e-6, rtol=1e-4)
+
+
 def test_gradients_reach_test_inputs() -> None:
     model = data("bernoulli").model()
     fantasies = model.fantasize(make_inputs(4, 1, 2), sampler(3))

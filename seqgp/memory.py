@@ -6,6 +6,7 @@ A policy is any function ``policy(leverage, size, generator)`` that returns the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,11 +82,20 @@ class MemoryOptions:
         return probability.clamp_min(torch.finfo(leverage.dtype).tiny)
 
     def _inclusion(self, leverage: Tensor, size: int) -> Tensor:
-        """Probabilities to be among ``size`` that are drawn."""
+        r"""Probabilities to be among ``size`` that are drawn.
+
+        For successive draws without replacement, :math:`1 - \exp(-t h_i)` with the one
+        :math:`t` for which they add up to ``size`` (Rosen, 1972), found by bisection.
+        """
         if self.policy != "leverage":
             return torch.full_like(leverage, size / len(leverage))
-        share = leverage / leverage.sum().clamp_min(torch.finfo(leverage.dtype).tiny)
-        return 1 - (1 - share).pow(size)
+        share = leverage / leverage.mean().clamp_min(torch.finfo(leverage.dtype).tiny)
+        low, high = -40.0, 40.0  # log t
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            total = float(-torch.expm1(-math.exp(middle) * share).sum())
+            low, high = (middle, high) if total < size else (low, middle)
+        return -torch.expm1(-math.exp(high) * share)
 
     def choose(self, leverage: Tensor, num_new: int, update: int) -> Tensor:
         """Indices of the observations to keep.

@@ -77,7 +77,7 @@ def test_bad_settings(arguments: dict, message: str) -> None:
     ],
 )
 def test_inverse_inclusion_probabilities_make_sums_unbiased(memory: MemoryOptions) -> None:
-    """To a few per cent: the probabilities are those of draws with replacement."""
+    """To two per cent: the probabilities are asymptotic."""
     leverage = torch.rand(30, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
     values = leverage.sqrt()
     weights = 1 / memory.inclusion_of(leverage, 20)
@@ -86,4 +86,4 @@ def test_inverse_inclusion_probabilities_make_sums_unbiased(memory: MemoryOption
         kept = memory.choose(leverage, 20, update)
         estimates.append(float((weights * values)[kept].sum()))
     mean = sum(estimates) / len(estimates)
-    assert mean == pytest.approx(float(values.sum()), rel=0.05)
+    assert mean == pytest.approx(float(values.sum()), rel=0.02)

@@ -193,11 +193,11 @@ def test_gradients_where_the_precision_is_zero(q: int) -> None:
     model, test = data("student_t").model(), make_inputs(3, 2)
     X = ((0.37 + make_inputs(q, 2)) % 1).requires_grad_()
     Y = torch.tensor([[30.0], [0.0]])[:q]
+    alone = model.condition_on_observations(X[:1], Y[:1])
+    assert_close(alone.posterior(X).variance, model.posterior(X).variance)
 
     def conditioned(X: Tensor) -> tuple[Tensor, Tensor]:
-        fantasy = model.condition_on_observations(X, Y, tol=1e-13, max_steps=1000)
-        assert fantasy.variational_strategy._observed.sites.beta[0] == 0
-        return moments(fantasy, test)
+        return moments(model.condition_on_observations(X, Y, tol=1e-13, max_steps=1000), test)
 
     assert torch.autograd.gradcheck(conditioned, X, eps=1e-5, atol=1e-6, rtol=1e-4)
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Largest data set that is fitted with all data at each step.
 FULL_BATCH_LIMIT = 4096
 
+#: Relative tolerance for the sites at each evaluation: the bound's error is of second order in it.
+SITE_TOLERANCE = 1e-5
+
 
 def fit(
     model: SequentialGP,
@@ -100,7 +103,7 @@ def _fit_full_batch(
     def dual_loss() -> Tensor:
         nonlocal sites
         bar.update()
-        bound, sites = model.bound(sites)
+        bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
         return -mll.with_priors(bound, model.num_data).sum()
 
     def loss() -> Tensor:

@@ -113,7 +113,12 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         log_prior = torch.zeros_like(like)
         for _, module, prior, closure, _ in self.named_priors():
             term = prior.log_prob(closure(module))
-            log_prior = log_prior + term.reshape(*term.shape[: like.dim()], -1).sum(-1)
+            # Parameters of a batch of models lead with its shape; all others belong to each.
+            batched = term.shape[: like.dim()] == like.shape and getattr(
+                module, "batch_shape", True
+            )
+            term = term.reshape(*like.shape, -1).sum(-1) if batched else term.sum()
+            log_prior = log_prior + term
         return log_prior
 
     def named_priors(self) -> Iterator[tuple[str, Any, Any, Any, Any]]:

@@ -32,6 +32,9 @@ from seqgp.dual.posterior import (
 )
 from seqgp.dual.sites import Expectations, Sites, sites
 
+#: A relative change of the sites that is more than rounding and worth a warning.
+_STUCK = 1e-3
+
 #: Maps marginal means and variances, ``... x n``, to expectations of the same shape.
 Evaluate = Callable[[Tensor, Tensor], Expectations]
 
@@ -267,11 +270,15 @@ def fixed_point(
         residual = torch.where(accepted, trial_residual, residual)
         rhos = torch.where(accepted, secant, torch.where(active, rhos / 2, rhos))
     converged = not bool((residual > tol).any())
-    if steps >= max_steps and not converged:
+    if not converged and (steps >= max_steps or float(residual.max()) > _STUCK):
+        reason = f"after {steps} natural-gradient steps"
+        advice = "allow more steps or a smaller step size"
+        if steps < max_steps:
+            reason = "and no step raises the bound any more"
+            advice = "with a likelihood that is not log-concave, min_precision=None may help"
         warnings.warn(
-            f"The sites have not converged after {steps} natural-gradient steps (largest relative "
-            f"change {residual.max().item():.1e}, tolerance {tol:.1e}); allow more steps or a "
-            "smaller step size.",
+            f"The sites have not converged {reason} (largest relative change "
+            f"{residual.max().item():.1e}, tolerance {tol:.1e}); {advice}.",
             NumericalWarning,
             stacklevel=3,
         )

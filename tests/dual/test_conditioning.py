@@ -368,7 +368,7 @@ def test_precisions_of_zero_change_nothing() -> None:
     conditioned, info = condition(torch.randn(3), torch.eye(3), torch.randn(3), flat)
     assert info.converged
     assert not conditioned.gain.any()
-    assert not conditioned.root.any()
+    assert conditioned.root.abs().max() < 1e-100  # a root that has a derivative at zero
 
 
 def test_condition_starts_where_it_is_told() -> None:

@@ -202,6 +202,15 @@ def test_gradients_where_the_precision_is_zero(q: int) -> None:
     assert torch.autograd.gradcheck(conditioned, X, eps=1e-5, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["student_t", "beta", "negative_binomial"])
+def test_gradients_are_finite(name: str) -> None:
+    """For many fantasies of likelihoods that are not log-concave, some with precisions of zero."""
+    model, X = data(name).model(), make_inputs(20, 8, 2).requires_grad_()
+    mean, variance = moments(model.fantasize(X, sampler(16)), make_inputs(4, 2))
+    (gradient,) = torch.autograd.grad(mean.sum() + variance.sum(), X)
+    assert gradient.isfinite().all()
+
+
 def test_gradients_reach_test_inputs() -> None:
     model = data("bernoulli").model()
     fantasies = model.fantasize(make_inputs(4, 1, 2), sampler(3))

@@ -1,0 +1,52 @@
+"""The package as it is installed: what it imports, and what it says about itself."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqgp
+from seqgp import progress
+
+ROOT = Path(seqgp.__file__).parent
+DECLARED = {"torch", "gpytorch", "botorch", "linear_operator", "numpy", "seqgp"}
+
+
+def top_level_imports() -> Iterator[tuple[str, str]]:
+    """Files, and the packages that importing them needs."""
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                yield from ((path.name, alias.name.partition(".")[0]) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield path.name, node.module.partition(".")[0]
+
+
+def test_imports_are_declared_dependencies() -> None:
+    from_botorch = {requirement.split(">")[0].strip() for requirement in requires("botorch") or ()}
+    assert "scipy" in from_botorch
+    known = DECLARED | {"scipy"} | set(sys.stdlib_module_names)
+    assert {(file, name) for file, name in top_level_imports() if name not in known} == set()
+
+
+def test_version_and_types() -> None:
+    assert seqgp.__version__ == version("seqgp")
+    assert (ROOT / "py.typed").exists()
+    assert all(hasattr(seqgp, name) for name in seqgp.__all__)
+
+
+def test_progress_bars_need_no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it were not installed
+    assert list(progress.progress_bar(range(3))) == [0, 1, 2]
+    with progress.progress_bar(total=2) as bar:
+        bar.update()
+        bar.set_postfix(a=1)
+    X = torch.rand(10, 1, dtype=torch.double)
+    records = seqgp.SequentialGP(X, X).update_stream([(X, X)], learn=False)
+    assert len(records) == 1

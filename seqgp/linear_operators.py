@@ -52,7 +52,9 @@ class PosteriorCovariance(LinearOperator):
         return torch.Size([*self._full_batch_shape, *self.prior.shape[-2:]])
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self
+        # Symmetric in value; as a function of A and E, so that derivatives are right, it is not.
+        terms = (self.prior.mT, self.explained, self.A, self.jitter, self.reduction)
+        return PosteriorCovariance(*terms, batch_shape=self._full_batch_shape)
 
     def _diagonal(self) -> Tensor:
         prior = self.prior.diagonal(dim1=-1, dim2=-2)

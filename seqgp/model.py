@@ -170,7 +170,9 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._num_outputs = m if latents is None else latents
         self.likelihood = likelihood
         self.covar_module = covar_module
-        self.mean_module = mean_module or ConstantMean(batch_shape=module_shape)
+        self.mean_module = (
+            ConstantMean(batch_shape=module_shape) if mean_module is None else mean_module
+        )
         self.train_inputs = (train_X,)
         self.train_targets = Y
         self.likelihood_arguments = arguments
@@ -221,6 +223,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     def _to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
         return Y.mT if self._has_output_dim else Y.squeeze(-1)
+
+    def _to_columns(self, targets: Tensor) -> Tensor:
+        """``... [x m] x n`` to ``... x n x m``, the inverse of `_to_targets`."""
+        return targets.mT if self._has_output_dim else targets.unsqueeze(-1)
 
     def _with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
@@ -447,6 +453,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             expected = f"... x {X.shape[-2]} x {self._num_columns}"
             raise ValueError(f"Y: expected shape {expected}, got {tuple(Y.shape)}.")
         if noise is not None:
+            if noise.shape[-2:] != Y.shape[-2:]:
+                raise ValueError(
+                    f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
+                )
             kwargs["noise"] = self._to_targets(noise)
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             mean_noise = self.likelihood.noise_covar.noise.mean(-1, keepdim=True)
@@ -533,9 +543,23 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         select_outputs(model, idcs)
         return model
 
+    def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
+        # For `load_state_dict`, which transforms them anew.
+        noise = self.likelihood_arguments.get("noise")
+        if noise is not None:
+            noise = self._to_columns(noise.expand_as(self.train_targets))
+        return self._to_columns(self.train_targets), noise
+
+    def _restore_targets_and_noise(self, Y: Tensor, Yvar: Tensor | None, strict: bool) -> None:
+        self.set_train_data(targets=self._to_targets(Y), strict=strict)
+        if Yvar is not None:
+            noise = self._to_targets(Yvar)
+            self.likelihood_arguments["noise"] = self.likelihood.noise_covar.noise = noise
+
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
         self.train_inputs = (fn(self.train_inputs[0]),)
         self.train_targets = fn(self.train_targets)
+        self.memory_weights = fn(self.memory_weights)
         self.likelihood_arguments = {k: fn(v) for k, v in self.likelihood_arguments.items()}
         return super()._apply(fn, *args, **kwargs)
 

@@ -19,6 +19,10 @@ _EVENT_DIMS = {
     "dual_B": 2,
     "reference_mean": 1,
     "reference_chol": 2,
+    "summary_lam": 1,
+    "summary_B": 2,
+    "summary_square": 0,
+    "summary_count": 0,
 }
 
 

@@ -70,6 +70,11 @@ class _Observed(NamedTuple):
     sites: Sites  # ... [x c] x q
     prior_mean: Tensor  # ... [x c] x q, on which the sites are centred
 
+    def to(self, convert: Callable[[Tensor], Tensor]) -> _Observed:
+        """The same, each tensor converted."""
+        site = Sites(*map(convert, self.sites))
+        return _Observed(self.data.to(convert), site, convert(self.prior_mean))
+
 
 class _Correction(NamedTuple):
     """What `_Observed` does to predictions made with one particular `State`."""
@@ -146,11 +151,16 @@ class DualVariationalStrategy(DualState):
         self._observed = self._correction = None
         super()._load_from_state_dict(*args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**super().__getstate__(), "_correction": None}
+        if self._observed is not None:  # a copy cannot hold the graph of the observations either
+            state["_observed"] = self._observed.to(Tensor.detach)
+        return state
+
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         self._correction = None
         if self._observed is not None:
-            data, site, mean = self._observed
-            self._observed = _Observed(data.to(fn), Sites(*map(fn, site)), fn(mean))
+            self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
 
     # ---------------------------------------------------------------- what it knows

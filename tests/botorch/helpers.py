@@ -51,10 +51,15 @@ class Data(NamedTuple):
 
 
 def observe(name: str, X: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Observations ``... x n x 1`` at ``... x n x d``, and per-point arguments ``n``."""
+    """Observations ``... x n x 1`` at ``... x n x d``, and arguments to condition on them with."""
     case: Case = CASES[name]
     y = case.sample(latent(X, case.num_latents)).unsqueeze(-1)
-    return y.to(X), case.arguments(X.shape[-2])
+    return y.to(X), conditioning(case.arguments(X.shape[-2]))
+
+
+def conditioning(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Per-point arguments ``n`` as `condition_on_observations` takes them: noise is ``n x m``."""
+    return {k: v.unsqueeze(-1) if k == "noise" else v for k, v in arguments.items()}
 
 
 def data(name: str, n: int = 12, d: int = 2) -> Data:

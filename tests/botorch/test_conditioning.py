@@ -51,6 +51,7 @@ def test_equals_the_update_with_augmented_inducing_points(name: str) -> None:
     updated = copy.deepcopy(model)
     strategy = updated.variational_strategy
     strategy.set_inducing_points(torch.cat([strategy.inducing_points, X]))
+    arguments = CASES[name].arguments(3)
     info = strategy.converge(X, Y.squeeze(-1), add=True, **arguments, **TIGHT)
     assert info.converged
     assert_same(conditioned.posterior(test), updated.posterior(test))
@@ -219,6 +220,12 @@ def test_bad_observations(Y: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.condition_on_observations(make_inputs(3, 2), Y)
     assert_untouched(model, before)
+
+
+def test_bad_noise() -> None:
+    model, _ = pair(fixed_noise=True)
+    with pytest.raises(ValueError, match=r"noise: expected the shape of Y, \(3, 1\), got \(3,\)"):
+        model.condition_on_observations(make_inputs(3, 2), torch.ones(3, 1), noise=torch.ones(3))
 
 
 def test_a_conditioned_model_cannot_be_updated() -> None:

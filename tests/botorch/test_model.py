@@ -19,7 +19,7 @@ from torch import Tensor
 from seqgp import BinomialLikelihood, OrdinalLikelihood, SequentialGP
 from seqgp.model import MAX_INDUCING
 from seqgp.posteriors import ObservationPosterior
-from tests.botorch.helpers import assert_same, data, observe, pair, totals
+from tests.botorch.helpers import assert_same, conditioning, data, observe, pair, totals
 from tests.helpers import (
     CASES,
     CONJUGATE,
@@ -111,7 +111,7 @@ def test_shapes(name: str, shape: tuple[int, ...]) -> None:
 @all_likelihoods
 def test_batches_are_independent_models(name: str) -> None:
     X = make_inputs(3, 10, 2)
-    Y, arguments = observe(name, X)
+    Y, arguments = observe(name, X)[0], CASES[name].arguments(10)
     modules = {"covar_module": make_kernel(), "mean_module": make_mean()}
     modules |= {"likelihood": CASES[name].make(), "likelihood_arguments": arguments}
     batched, test = SequentialGP(X, Y, **modules), make_inputs(5, 2)
@@ -179,7 +179,9 @@ def test_float32(name: str) -> None:
     # The relative jitter of float32 is 1e-5, and quadrature amplifies its rounding.
     assert_same(posterior, train.model().posterior(test), tol=2e-3)
     fantasy = single.condition_on_observations(
-        train.X[:1].float(), train.Y[:1].float(), **{k: v[:1] for k, v in arguments.items()}
+        train.X[:1].float(),
+        train.Y[:1].float(),
+        **conditioning({k: v[:1] for k, v in arguments.items()}),
     )
     assert fantasy.posterior(test.float()).mean.dtype == torch.float32
 

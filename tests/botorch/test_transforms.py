@@ -18,7 +18,7 @@ from gpytorch.priors import LogNormalPrior
 from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
-from tests.botorch.helpers import assert_same, data, gaussian_likelihood
+from tests.botorch.helpers import assert_same, conditioning, data, gaussian_likelihood
 from tests.helpers import (
     CASES,
     assert_close,
@@ -138,7 +138,8 @@ def test_transformed_by_hand(name: str) -> None:
     test = make_inputs(4, 2)
     model = plain.model()
     assert_same(transformed.posterior(3 + 5 * test), model.posterior(test))
-    new, arguments = plain.Y[:2], {k: v[:2] for k, v in plain.arguments.items()}
+    new = plain.Y[:2]
+    arguments = conditioning({k: v[:2] for k, v in plain.arguments.items()})
     assert_same(
         transformed.condition_on_observations(X[:2] + 1, new, **arguments).posterior(3 + 5 * test),
         model.condition_on_observations(plain.X[:2] + 0.2, new, **arguments).posterior(test),

@@ -581,8 +581,11 @@ def _choose_inducing_points(
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
     if number == n:
         return X
-    batch_shape = X.shape[:-2]
-    if batch_shape and len(covar_module.batch_shape) > len(batch_shape):
-        # BoTorch's allocators know no batches of several outputs: choose for the first of these.
-        covar_module = covar_module[(*[slice(None)] * len(batch_shape), 0)]
-    return allocator.allocate_inducing_points(X, covar_module, number, batch_shape)
+    if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
+        covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
+    chosen = [
+        allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
+        for x in X.reshape(-1, *X.shape[-2:])
+    ]
+    number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
+    return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])

@@ -18,7 +18,7 @@ from botorch.exceptions.errors import UnsupportedError
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.get_sampler import GetSampler
 from botorch.sampling.normal import SobolQMCNormalSampler
-from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, SoftmaxLikelihood
 from scipy import special, stats  # a dependency of BoTorch
 from torch import Tensor
 from torch.distributions import (
@@ -169,6 +169,9 @@ class ObservationPosterior(Posterior):
 
     def _conditional(self, f: Tensor) -> Distribution:
         """``p(y | f)`` at latents ``... x q x l``, with batch shape ``... [x m] x q``."""
+        if isinstance(self.likelihood, BernoulliLikelihood):
+            # Not through `forward`: it makes a tensor on the default device.
+            return Bernoulli(torch.special.ndtr(f.mT))
         if not self.several_latents:
             return self.likelihood.forward(f.mT, **self.arguments)
         if isinstance(self.likelihood, SoftmaxLikelihood):

@@ -226,10 +226,10 @@ def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
     streamed = make_model("gaussian", X[:0], Y[:0], X[:20], learn_inducing_points=False)
     for x, y in zip(X.split(30), Y.split(30), strict=True):
         record = streamed.update(x, y, memory=MemoryOptions(capacity=30))
-    assert float(streamed.likelihood.noise) == pytest.approx(float(batch.likelihood.noise), rel=0.1)
+    assert streamed.likelihood.noise.item() == pytest.approx(batch.likelihood.noise.item(), rel=0.1)
     grid = torch.linspace(0, 1, 50).unsqueeze(-1)
     error = (streamed.posterior(grid).mean - torch.sin(12 * grid)).square().mean().sqrt()
-    assert float(error) < 0.1
+    assert error.item() < 0.1
     assert record.num_memory == 30
     assert record.steps > 0
     assert set(record.hyperparameters) >= {"likelihood.noise_covar.noise", "mean_module.constant"}
@@ -320,7 +320,7 @@ def test_float32() -> None:
         )
     grid = torch.rand(5, 2)
     error = single.posterior(grid.float()).mean.double() - model.posterior(grid).mean
-    assert float(error.abs().max()) < 1e-3  # float32: jitter of 1e-5 and rounding
+    assert error.abs().max().item() < 1e-3  # float32: jitter of 1e-5 and rounding
     assert isinstance(single.covar_module, gpytorch.kernels.Kernel)
 
 
@@ -337,7 +337,7 @@ def test_what_is_added_can_be_forgotten(name: str, memory: MemoryOptions) -> Non
     model.update(X[:0], Y[:0], memory=memory, learn=False)
     before = moments(model)
     model.update(X[20:], Y[20:], memory=memory, learn=False)
-    assert float((moments(model)[0] - before[0]).abs().max()) > 1e-3
+    assert (moments(model)[0] - before[0]).abs().max().item() > 1e-3
     model.forget(X[20:], Y[20:])
     for left, right in zip(moments(model), before, strict=True):
         torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
@@ -391,7 +391,7 @@ def test_inducing_points_grow_with_the_domain_and_stay_when_nothing_is_new() -> 
     model.update(X[50:70], Y[50:70], **options)
     assert torch.equal(Z, model.variational_strategy.inducing_points)
     error = (model.posterior(X).mean - Y).abs().max()
-    assert float(error) < 0.2
+    assert error.item() < 0.2
     limited = model.update(X[:20] + 20, Y[:20], inducing="adapt", learn=False)
     assert limited.num_inducing == len(Z)
     assert not torch.equal(Z, model.variational_strategy.inducing_points)

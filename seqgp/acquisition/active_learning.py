@@ -66,9 +66,6 @@ class qNegIntegratedPosteriorVariance(_BoTorchNegIntegratedPosteriorVariance):
     def forward(self, X: Tensor) -> Tensor:
         """The value at ``b x q x d`` candidates, of shape ``b``."""
         fantasies = self.model.fantasize(X=X, sampler=self.sampler)
-        # mc_points x (one batch dimension for the candidates) x N x d
-        points = self.mc_points.view(
-            *self.mc_points.shape[:-2], *[1] * (X.dim() - 2), *self.mc_points.shape[-2:]
-        )
+        points = self.mc_points.reshape(*[1] * (X.dim() - 2), -1, X.shape[-1])
         posterior = fantasies.posterior(points, posterior_transform=self.posterior_transform)
         return -posterior.variance.mean((-2, -1)).mean(0)

@@ -101,6 +101,22 @@ def test_no_candidates(name: str, batch: tuple[int, ...]) -> None:
     assert_close(posterior.variance, expected.variance.expand_as(posterior.variance))
 
 
+@pytest.mark.parametrize("name", ["bernoulli", "binomial", "softmax"])
+def test_batch_of_models(name: str) -> None:
+    """Each has candidates of its own."""
+    train, test, arguments = make_inputs(3, 10, 2), make_inputs(5, 2), totals(name, 2)
+    Y, _ = observe(name, train)
+    single = [data(name, n=10)._replace(X=train[k], Y=Y[k]).model() for k in range(3)]
+    joint = data(name, n=10)._replace(X=train, Y=Y).model()
+    X = make_inputs(4, 3, 2, 2)
+    posterior = joint.fantasize(X, sampler(6), **arguments).posterior(test)
+    drawn = sampler(6)(joint.posterior(X, observation_noise=True, **arguments))
+    for k in range(3):
+        expected = single[k].condition_on_observations(X[:, k], drawn[:, :, k], **arguments)
+        assert_close(posterior.mean[:, :, k], expected.posterior(test).mean)
+        assert_close(posterior.variance[:, :, k], expected.posterior(test).variance)
+
+
 def test_fantasies_of_fantasies() -> None:
     model, test = data("bernoulli").model(), make_inputs(5, 2)
     first = model.fantasize(make_inputs(6, 1, 2), sampler(4))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from botorch.models import SingleTaskGP
 from botorch.posteriors import GPyTorchPosterior
+from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     BetaLikelihood,
@@ -229,6 +230,16 @@ def test_number_of_inducing_points(batch_shape: torch.Size, name: str) -> None:
     assert torch.equal(inducing_points(X, 50), X)
 
 
+@pytest.mark.parametrize("batch_shape", [EMPTY, torch.Size([2])], ids=["", "batch"])
+def test_inducing_points_that_would_add_nothing(batch_shape: torch.Size) -> None:
+    """With a smooth kernel on a line, a few points explain all: no more of them are chosen."""
+    X = make_inputs(*batch_shape, MAX_INDUCING + 20, 1)
+    model = SequentialGP(X, (6 * X).sin(), covar_module=RBFKernel())
+    number = model.variational_strategy.inducing_points.shape[-2]
+    assert 3 < number < 20
+    assert_close(model.posterior(X).mean, (6 * X).sin(), 0.1)
+
+
 def test_given_inducing_points() -> None:
     X, Z = make_inputs(20, 2), make_inputs(4, 2)
     assert torch.equal(inducing_points(X, Z), Z)
@@ -274,71 +285,76 @@ X, Y = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(4, 2), torch.ones(4,
 NAN = torch.full((4, 1), torch.nan)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"train_X": X[:, 0]}, ValueError, r"train_X: expected shape \.\.\. x n x d"),
-        ({"train_X": X.long()}, TypeError, "train_X: expected floating point numbers"),
-        ({"train_X": X.tolist()}, TypeError, r"train_X: expected a torch\.Tensor, got list"),
-        ({"train_X": X / 0}, ValueError, "train_X: expected finite numbers, got 8"),
-        ({"train_Y": Y.tolist()}, TypeError, r"train_Y: expected a torch\.Tensor, got list"),
-        ({"train_Y": Y[:, 0]}, ValueError, r"train_Y: expected shape 4 x m .*got \(4,\)"),
-        ({"train_Y": Y[:3]}, ValueError, r"train_Y: expected shape 4 x m .*got \(3, 1\)"),
-        ({"train_Y": Y[:, :0]}, ValueError, r"train_Y: expected shape 4 x m .*got \(4, 0\)"),
-        ({"train_Y": NAN}, ValueError, "train_Y: expected finite numbers, got 4 NaN"),
-        (
-            {"train_X": X[:0], "train_Y": Y[:0]},
-            ValueError,
-            "train_X: without data, pass inducing_points as a tensor",
-        ),
-        ({"inducing_points": 0}, ValueError, "inducing_points: expected at least one, got 0"),
-        ({"inducing_points": X[:0]}, ValueError, "inducing_points: expected at least one point"),
-        (
-            {"train_Y": 2 * Y, "likelihood": BernoulliLikelihood()},
-            ValueError,
-            "train_Y: 2 is not a possible observation of BernoulliLikelihood: labels must be 0 or",
-        ),
-        (
-            {"train_Y": -Y, "likelihood": BernoulliLikelihood()},
-            ValueError,
-            r"turn -1/\+1 labels into 0/1 with \(y \+ 1\) / 2",
-        ),
-        (
-            {"train_Y": Y + 0.5, "likelihood": PoissonLikelihood()},
-            ValueError,
-            r"train_Y: 1\.5 is not a possible observation of PoissonLikelihood",
-        ),
-        (
-            {"likelihood": BetaLikelihood()},
-            ValueError,
-            "train_Y: 1 is not a possible .* strictly between 0 and 1",
-        ),
-        (
-            {"train_Y": 3 * Y, "likelihood": BinomialLikelihood(total_count=2)},
-            ValueError,
-            "train_Y: 3 is not a possible observation of BinomialLikelihood",
-        ),
-        (
-            {"train_Y": 3 * Y, "likelihood": OrdinalLikelihood(3)},
-            ValueError,
-            "train_Y: 3 is not a possible observation of OrdinalLikelihood",
-        ),
-        (
-            {"train_Y": 3 * Y, "likelihood": SoftmaxLikelihood(3, 3, mixing_weights=False)},
-            ValueError,
-            "train_Y: 3 is not a possible observation of SoftmaxLikelihood",
-        ),
-        (
-            {"train_Y": Y.expand(4, 3), "likelihood": SoftmaxLikelihood(3, 3)},
-            ValueError,
-            "train_Y: SoftmaxLikelihood takes one column of targets, got 3",
-        ),
-    ],
-    ids=lambda value: "",
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+#: What is given instead of the good arguments, and what is said about it.
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "X vector": ({"train_X": X[:, 0]}, ValueError, r"train_X: expected shape \.\.\. x n x d"),
+    "X integer": ({"train_X": X.long()}, TypeError, "train_X: expected floating point numbers"),
+    "X list": ({"train_X": X.tolist()}, TypeError, r"train_X: expected a torch\.Tensor, got list"),
+    "X infinite": ({"train_X": X / 0}, ValueError, "train_X: expected finite numbers, got 8"),
+    "Y list": ({"train_Y": Y.tolist()}, TypeError, r"train_Y: expected a torch\.Tensor, got list"),
+    "Y vector": ({"train_Y": Y[:, 0]}, ValueError, r"train_Y: expected shape 4 x m .*got \(4,\)"),
+    "Y rows": ({"train_Y": Y[:3]}, ValueError, r"train_Y: expected shape 4 x m .*got \(3, 1\)"),
+    "Y columns": ({"train_Y": Y[:, :0]}, ValueError, r"expected shape 4 x m .*got \(4, 0\)"),
+    "Y nan": ({"train_Y": NAN}, ValueError, "train_Y: expected finite numbers, got 4 NaN"),
+    "no data": (
+        {"train_X": X[:0], "train_Y": Y[:0]},
+        ValueError,
+        "train_X: without data, pass inducing_points as a tensor",
+    ),
+    "no Z": ({"inducing_points": 0}, ValueError, "inducing_points: expected at least one, got 0"),
+    "empty Z": (
+        {"inducing_points": X[:0]},
+        ValueError,
+        "inducing_points: expected at least one point",
+    ),
+    "bernoulli": (
+        {"train_Y": 2 * Y, "likelihood": BernoulliLikelihood()},
+        ValueError,
+        "train_Y: 2 is not a possible observation of BernoulliLikelihood: labels must be 0 or 1",
+    ),
+    "bernoulli signs": (
+        {"train_Y": -Y, "likelihood": BernoulliLikelihood()},
+        ValueError,
+        r"turn -1/\+1 labels into 0/1 with \(y \+ 1\) / 2",
+    ),
+    "poisson": (
+        {"train_Y": Y + 0.5, "likelihood": PoissonLikelihood()},
+        ValueError,
+        r"train_Y: 1\.5 is not a possible observation of PoissonLikelihood",
+    ),
+    "beta": (
+        {"likelihood": BetaLikelihood()},
+        ValueError,
+        "train_Y: 1 is not a possible .* strictly between 0 and 1",
+    ),
+    "binomial": (
+        {"train_Y": 3 * Y, "likelihood": BinomialLikelihood(total_count=2)},
+        ValueError,
+        "train_Y: 3 is not a possible observation of BinomialLikelihood",
+    ),
+    "ordinal": (
+        {"train_Y": 3 * Y, "likelihood": OrdinalLikelihood(3)},
+        ValueError,
+        "train_Y: 3 is not a possible observation of OrdinalLikelihood",
+    ),
+    "softmax": (
+        {"train_Y": 3 * Y, "likelihood": SoftmaxLikelihood(3, 3, mixing_weights=False)},
+        ValueError,
+        "train_Y: 3 is not a possible observation of SoftmaxLikelihood",
+    ),
+    "softmax columns": (
+        {"train_Y": Y.expand(4, 3), "likelihood": SoftmaxLikelihood(3, 3)},
+        ValueError,
+        "train_Y: SoftmaxLikelihood takes one column of targets, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_arguments(case: str) -> None:
+    arguments, error, message = BAD[case]
     with pytest.raises(error, match=message):
-        SequentialGP(**{"train_X": X, "train_Y": Y, **arguments})
+        SequentialGP(**{"train_X": X, "train_Y": Y, "covar_module": RBFKernel(), **arguments})
 
 
 def test_bad_noise_of_observations() -> None:

@@ -226,14 +226,18 @@ def fixed_point(
     tol: float = 1e-6,
     max_steps: int = 100,
 ) -> tuple[Pair, Convergence]:
-    r"""Solve ``state = target(state)`` by damped iteration that never lowers the bound.
+    r"""Solve ``state = target(state)`` by damped iteration that does not lower the bound.
 
     Each member of the batch has its own step size. It is halved when a step would lower the
     bound (or end in NaN). After a successful step it is the one that would have solved the
     equation had ``target`` been linear along the residual :math:`r`, the secant step
     :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most ``rho``. A member
     is finished when its target differs from its state by less than ``tol``, relative to the
-    largest element, or when no step improves its bound any more.
+    largest element.
+
+    Where sites of a likelihood that is not log-concave are floored, the solution is not the
+    bound's maximum and no step towards it may raise the bound. A member that is stuck for this
+    reason goes on with steps that shrink its residual instead.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
@@ -255,7 +259,10 @@ def fixed_point(
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
     steps = 1
     residual = _relative_change(state, target, bound)
+    relaxed = torch.zeros_like(bound, dtype=torch.bool)
     while True:
+        stuck = (residual > tol) & (rhos <= smallest) & ~relaxed
+        relaxed, rhos = relaxed | stuck, torch.where(stuck, 0.5 * rho, rhos)
         active = (residual > tol) & (rhos > smallest)
         if steps >= max_steps or not bool(active.any()):
             break
@@ -263,7 +270,10 @@ def fixed_point(
         trial_target, trial_bound = step(trial)
         steps += 1
         trial_residual = _relative_change(trial, trial_target, trial_bound)
-        accepted = active & (trial_bound >= bound - slack * (1 + bound.abs()))
+        accepted = (trial_bound >= bound - slack * (1 + bound.abs())) | (
+            relaxed & (trial_residual < residual) & trial_bound.isfinite()
+        )
+        accepted = accepted & active
         secant = _secant(state, target, trial, trial_target, rhos).clamp_max(rho)
         state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
         bound = torch.where(accepted, trial_bound, bound)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class PosteriorCovariance(LinearOperator):
-    r""":math:`K - A^T E + \operatorname{diag}(\epsilon) - C^T C`, each with its own batch shape.
+    r""":math:`K - A^T E + \operatorname{diag}(\epsilon) - C^T S C`, each with its own batch shape.
 
     GPyTorch's sums of operators expand all their terms to a common batch shape. Here the terms
     that fantasies share are evaluated once, and only results are expanded.
@@ -22,7 +22,8 @@ class PosteriorCovariance(LinearOperator):
         A: ``... x m x n`` whitened cross-covariance.
         explained: ``... x m x n``, ``E = (I - W^-1) A``.
         jitter: ``... x n``.
-        reduction: ``... x q x n``, what observations outside of Z take away; ``q`` may be zero.
+        reduction: ``... x r x n``, what observations outside of Z take away; ``r`` may be zero.
+        sign: ``r x 1``, the diagonal of ``S``: what they take away, or add.
         batch_shape: The batch shape of the result, if it is larger than those of the terms.
     """
 
@@ -33,6 +34,7 @@ class PosteriorCovariance(LinearOperator):
         explained: Tensor,
         jitter: Tensor,
         reduction: Tensor,
+        sign: Tensor,
         batch_shape: torch.Size | None = None,
     ) -> None:
         batch_shape = torch.broadcast_shapes(
@@ -43,9 +45,9 @@ class PosteriorCovariance(LinearOperator):
             jitter.shape[:-1],
             reduction.shape[:-2],
         )
-        super().__init__(prior, A, explained, jitter, reduction, batch_shape=batch_shape)
+        super().__init__(prior, A, explained, jitter, reduction, sign, batch_shape=batch_shape)
         self.prior, self.A, self.explained = prior, A, explained
-        self.jitter, self.reduction = jitter, reduction
+        self.jitter, self.reduction, self.sign = jitter, reduction, sign
         self._full_batch_shape = batch_shape
 
     def _size(self) -> torch.Size:
@@ -53,37 +55,37 @@ class PosteriorCovariance(LinearOperator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         # Symmetric in value; as a function of A and E, so that derivatives are right, it is not.
-        terms = (self.prior.mT, self.explained, self.A, self.jitter, self.reduction)
+        terms = (self.prior.mT, self.explained, self.A, self.jitter, self.reduction, self.sign)
         return PosteriorCovariance(*terms, batch_shape=self._full_batch_shape)
 
     def _diagonal(self) -> Tensor:
         prior = self.prior.diagonal(dim1=-1, dim2=-2)
         value = prior + self.jitter - (self.A * self.explained).sum(-2)
-        return (value - self.reduction.square().sum(-2)).expand(self.shape[:-1])
+        return (value - (self.sign * self.reduction.square()).sum(-2)).expand(self.shape[:-1])
 
     def to_dense(self) -> Tensor:
         """The ``... x n x n`` matrix."""
         value = to_dense(self.prior) + torch.diag_embed(self.jitter) - self.A.mT @ self.explained
-        return (value - self.reduction.mT @ self.reduction).expand(self.shape)
+        return (value - self.reduction.mT @ (self.sign * self.reduction)).expand(self.shape)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         vector = rhs.dim() == 1
         rhs = rhs.unsqueeze(-1) if vector else rhs
         product = self.prior @ rhs + self.jitter.unsqueeze(-1) * rhs
         product = product - self.A.mT @ (self.explained @ rhs)
-        product = product - self.reduction.mT @ (self.reduction @ rhs)
+        product = product - self.reduction.mT @ (self.sign * (self.reduction @ rhs))
         product = product.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), -1, -1)
         return product.squeeze(-1) if vector else product
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        terms = (self.prior, self.A, self.explained, self.jitter, self.reduction)
+        terms = (self.prior, self.A, self.explained, self.jitter, self.reduction, self.sign)
         return PosteriorCovariance(*terms, batch_shape=torch.Size(batch_shape))
 
     # Whatever rearranges batches or picks elements works on terms of one common batch shape.
 
     def _written_out(self) -> LinearOperator:
         terms = self.prior + MatmulLinearOperator(-self.A.mT, self.explained)
-        terms = terms + MatmulLinearOperator(-self.reduction.mT, self.reduction)
+        terms = terms + MatmulLinearOperator(-self.reduction.mT, self.sign * self.reduction)
         batch = self._full_batch_shape
         return terms._expand_batch(batch) + DiagLinearOperator(
             self.jitter.expand(*batch, self.jitter.shape[-1])

@@ -11,9 +11,8 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP
 from linear_operator import LinearOperator, to_dense
-from linear_operator.operators import (
-    DiagLinearOperator,
-)
+from linear_operator.operators import DiagLinearOperator
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 
 from seqgp.dual import (
@@ -44,7 +43,7 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.posterior import explained, unexplained_variance
-from seqgp.dual.sites import has_one_latent, is_conjugate
+from seqgp.dual.sites import has_one_latent, is_conjugate, precision_floor
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual_state import DualState, State
 from seqgp.linear_operators import PosteriorCovariance
@@ -190,7 +189,6 @@ class DualVariationalStrategy(DualState):
         likelihood: Likelihood | None = None,
         rho: float = 1.0,
         num_data: int | None = None,
-        min_precision: float | None = 0.0,
         **arguments: Any,
     ) -> Tensor:
         """One natural-gradient step on the evidence lower bound of a data set.
@@ -200,9 +198,9 @@ class DualVariationalStrategy(DualState):
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             rho: Step size, in (0, 1]. With a Gaussian likelihood, all data and ``rho=1`` one step
-                is exact.
+                is exact. With a likelihood that is not log-concave, a step after which there would
+                be no posterior is shortened.
             num_data: Size of the whole data set, if this is a minibatch.
-            min_precision: Floor for the sites' precision; ``None`` for none.
             arguments: Per-point arguments of the likelihood (``noise=``, ``total_count=``, ...),
                 with trailing dimension ``n``.
 
@@ -220,7 +218,7 @@ class DualVariationalStrategy(DualState):
             base=self._base(state.basis, data.likelihood),
             weight=weight,
             latent_dims=self.latent_dims,
-            min_precision=min_precision,
+            min_precision=precision_floor(data.likelihood),
         )
         self._store(duals, state)
         return bound
@@ -235,7 +233,6 @@ class DualVariationalStrategy(DualState):
         rho: float = 1.0,
         tol: float = 1e-6,
         max_steps: int = 100,
-        min_precision: float | None = 0.0,
         **arguments: Any,
     ) -> Convergence:
         """Natural-gradient steps until the sites of all the given data have converged.
@@ -250,7 +247,6 @@ class DualVariationalStrategy(DualState):
             rho: The largest step size; steps that would lower the bound are shortened.
             tol: Relative change of the duals at which to stop.
             max_steps: Passes over the data at which to stop, with a warning.
-            min_precision: Floor for the sites' precision; ``None`` for none.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -265,7 +261,7 @@ class DualVariationalStrategy(DualState):
             base=state.duals if add else self._base(state.basis, data.likelihood),
             conjugate=is_conjugate(data.likelihood),
             latent_dims=self.latent_dims,
-            min_precision=min_precision,
+            min_precision=precision_floor(data.likelihood),
             rho=rho,
             tol=tol,
             max_steps=max_steps,
@@ -320,6 +316,7 @@ class DualVariationalStrategy(DualState):
                     None if base is None else Duals(base.lam.detach(), base.B.detach()),
                     is_conjugate(likelihood),
                     self.latent_dims,
+                    precision_floor(likelihood),
                     tol=tol,
                 )
             )
@@ -343,7 +340,6 @@ class DualVariationalStrategy(DualState):
         inputs: Tensor,
         targets: Tensor,
         likelihood: Likelihood | None = None,
-        min_precision: float | None = 0.0,
         **arguments: Any,
     ) -> tuple[Sites, Tensor]:
         """Sites of observations under the present posterior, and its variances there.
@@ -352,12 +348,12 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            min_precision: Floor for the sites' precision; ``None`` for none.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
-            Sites ``... [x c] x n``, and variances of the same shape. Their product
-            ``beta * variance`` is the Bayesian leverage score of each observation.
+            Sites ``... [x c] x n`` with precisions of at least zero, so that they can be folded
+            for good, and variances of the same shape. Their product ``beta * variance`` is the
+            Bayesian leverage score of each observation.
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
         state = self._state()
@@ -365,7 +361,7 @@ class DualVariationalStrategy(DualState):
         mean = posterior_mean(batch.A, state.factors)
         variance = posterior_variance(batch.A, batch.unexplained, state.factors)
         expected = batch.evaluate(batch.prior_mean + mean, variance)
-        return make_sites(expected, mean, min_precision), variance
+        return make_sites(expected, mean), variance
 
     @torch.no_grad()
     def fold(
@@ -528,7 +524,7 @@ class DualVariationalStrategy(DualState):
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
         correction = self._make_correction(state)
-        reduction = None
+        reduction, sign = A[..., :0, :], A.new_ones(0, 1)
         if correction is not None:
             assert self._observed is not None
             observed = self._with_latents(self._observed.data.inputs)
@@ -537,13 +533,13 @@ class DualVariationalStrategy(DualState):
                 - correction.explained.mT @ A
             )
             mean = mean + (c.mT @ correction.conditioned.gain.unsqueeze(-1)).squeeze(-1)
-            reduction = correction.conditioned.root @ c  # ... x q x n
+            reduction, sign = correction.conditioned.root @ c, correction.conditioned.sign
         covariance: LinearOperator
         if diag_only:
             unexplained = unexplained_variance(A, prior.variance())
             variance = posterior_variance(A, unexplained, state.factors)
-            if reduction is not None:
-                variance = (variance - reduction.square().sum(-2)).clamp_min(0)
+            if correction is not None:
+                variance = (variance - (sign * reduction.square()).sum(-2)).clamp_min(0)
             covariance = DiagLinearOperator(variance)
         else:
             # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite.
@@ -552,7 +548,8 @@ class DualVariationalStrategy(DualState):
                 A,
                 explained(A, state.factors),
                 self.jitter_val * prior.variance(),
-                A[..., :0, :] if reduction is None else reduction,
+                reduction,
+                sign,
                 batch_shape=mean.shape[:-1],
             )
         return self._distribution(mean, covariance)
@@ -672,6 +669,7 @@ class DualVariationalStrategy(DualState):
             data.evaluate(self.num_latents is not None),
             conjugate=is_conjugate(data.likelihood),
             latent_dims=self.latent_dims,
+            min_precision=precision_floor(data.likelihood),
             tol=tol,
             max_steps=max_steps,
         )
@@ -688,6 +686,12 @@ class DualVariationalStrategy(DualState):
         now, centred, covariance, explained_A = self._moments(state, data.inputs)
         # Sites are centred on the prior mean; what was observed stays where it is.
         site = Sites(lam + beta * (prior_mean - now), beta)
-        conditioned = conditioned_from_sites(centred, covariance, site)
+        signed = precision_floor(data.likelihood) is None
+        conditioned = conditioned_from_sites(centred, covariance, site, signed)
+        if signed and bool(conditioned.gain.isnan().any()):
+            raise NotPSDError(
+                "After a change of hyperparameters there is no posterior given the observations "
+                "that this model was conditioned on: condition the model that it came from anew."
+            )
         self._correction = _Correction(state, conditioned, explained_A)
         return self._correction

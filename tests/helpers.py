@@ -92,17 +92,11 @@ class SVGP(Prior):
 
 
 class Case(NamedTuple):
-    """A likelihood, its number of latent functions, and its per-point arguments for n points.
-
-    With a likelihood that is not log-concave, sites may ask for negative precisions. The default
-    floor of zero then leads to a point that is none of the bound's maxima, and that depends on
-    the way there; without a floor there is an oracle.
-    """
+    """A likelihood, its number of latent functions, and its per-point arguments for n points."""
 
     make: Callable[[], Likelihood]
     num_latents: int | None = None
     arguments: Callable[[int], dict[str, Any]] = lambda n: {}
-    min_precision: float | None = 0.0
 
     def sample(self, f: Tensor) -> Tensor:
         """Observations of latent values ``... x n [x c]``, the same each time."""
@@ -134,9 +128,9 @@ CASES = {
     ),
     "bernoulli": Case(gl.BernoulliLikelihood),
     "poisson": Case(gl.PoissonLikelihood),
-    "student_t": Case(student_t, min_precision=None),
+    "student_t": Case(student_t),
     "laplace": Case(lambda: gl.LaplaceLikelihood().initialize(noise=0.3)),
-    "beta": Case(lambda: gl.BetaLikelihood().initialize(scale=4.0), min_precision=None),
+    "beta": Case(lambda: gl.BetaLikelihood().initialize(scale=4.0)),
     "negative_binomial": Case(gl.NegativeBinomialLikelihood),
     "binomial": Case(
         BinomialLikelihood, arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4}
@@ -145,6 +139,7 @@ CASES = {
     "softmax": Case(softmax, num_latents=3),
     "softmax_mixing": Case(lambda: softmax(mixing=True), num_latents=3),
 }
+NOT_LOG_CONCAVE = ["student_t", "beta", "negative_binomial"]
 CONJUGATE = ["gaussian", "fixed_noise"]
 ONE_LATENT = [name for name, case in CASES.items() if case.num_latents is None]
 
@@ -159,7 +154,6 @@ class Problem(NamedTuple):
     likelihood: Likelihood
     arguments: dict[str, Any]
     num_latents: int | None
-    min_precision: float | None
 
     def model(self, Z: Tensor | None = None, **kwargs: Any) -> GP:
         Z = self.Z if Z is None else Z
@@ -167,7 +161,7 @@ class Problem(NamedTuple):
 
     def learn(self, model: GP, **options: Any) -> Convergence:
         """Converge the sites of the data."""
-        options = {"tol": 1e-10, "max_steps": 500, "min_precision": self.min_precision} | options
+        options = {"tol": 1e-10, "max_steps": 500} | options
         return model.variational_strategy.converge(self.x, self.y, **self.arguments, **options)
 
     def converged(self, Z: Tensor | None = None, **kwargs: Any) -> GP:
@@ -202,7 +196,7 @@ def problem(name: str, n: int = 30, m: int = 7, d: int = 2) -> Problem:
     Z = (0.5 + torch.arange(1, m + 1).unsqueeze(-1) * roots) % 1
     return Problem(
         *(x, y, Z, make_inputs(6, d)),
-        *(case.make(), case.arguments(n), case.num_latents, case.min_precision),
+        *(case.make(), case.arguments(n), case.num_latents),
     )
 
 

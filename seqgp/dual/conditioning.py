@@ -10,6 +10,7 @@ and :math:`M = I + S C_{xx} S`,
         g = (I + \beta_c C_{xx})^{-1} (\lambda_c - \beta_c d), \\
     \text{cov}'(a, b) &= c(a, b) - c(a, x) S M^{-1} S c(x, b),
 
+(and, should some precisions be negative, a second such correction with the opposite sign),
 which is what adding ``x`` to the inducing points would give, but nothing of size ``m`` is touched:
 the sites of any likelihood are found by iterating on the ``q x q`` block :math:`C_{xx}` alone.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from seqgp.dual.linalg import scaled_cholesky, solve_lower
-from seqgp.dual.natural_gradient import Convergence, Evaluate, fixed_point
+from seqgp.dual.natural_gradient import Convergence, Evaluate, fixed_point, without_nan
 from seqgp.dual.sites import Sites, sites
 
 
@@ -33,14 +34,16 @@ class Conditioned(NamedTuple):
     Attributes:
         sites: Their sites.
         gain: ``... x q``, the vector ``g`` by which the mean moves along ``c(., x)``.
-        root: ``... x q x q``, ``chol(M)^-1 S``: the covariance falls by
-            ``(root c(x, a))^T (root c(x, b))``. It has no more batch dimensions than the
-            precisions, so fantasies with equal precisions share it.
+        root: ``... x r x q``, in general ``chol(M)^-1 S``: the covariance falls by
+            ``(root c(x, a))^T diag(sign) (root c(x, b))``. It has no more batch dimensions than
+            the precisions, so fantasies with equal precisions share it.
+        sign: ``r x 1``, 1, or -1 where the covariance grows.
     """
 
     sites: Sites
     gain: Tensor
     root: Tensor
+    sign: Tensor
 
 
 def condition(
@@ -74,25 +77,26 @@ def condition(
     centred = mean - prior_mean
     if conjugate or start is None:
         marginal = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
-        start = sites(evaluate(mean, marginal), centred, min_precision)
+        start = sites(evaluate(mean, marginal), centred)
+    signed = min_precision is None
     if conjugate:
         zero = mean.new_zeros(mean.shape[: mean.dim() - 1 - latent_dims])
         conditioned = conditioned_from_sites(centred, covariance, start)
         return conditioned, Convergence(1, zero, zero, True)
 
-    def step(state: Sites) -> tuple[Sites, Tensor]:
-        conditioned, chol = _condition(centred, covariance, state)
+    def step(state: Sites, strict: bool = True) -> tuple[Sites, Tensor]:
+        conditioned, log_det = _condition(centred, covariance, state, signed)
         shift = (covariance @ conditioned.gain.unsqueeze(-1)).squeeze(-1)
         reduction = conditioned.root @ covariance
-        variance = covariance.diagonal(dim1=-2, dim2=-1) - reduction.square().sum(-2)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        variance = variance - (conditioned.sign * reduction.square()).sum(-2)
         variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
-        expected = evaluate(mean + shift, variance)
-        # KL between the conditioned and the unconditioned posterior, at the new inputs.
-        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        eye = torch.eye(chol.shape[-1], dtype=chol.dtype, device=chol.device)
-        trace = solve_lower(chol, eye.expand_as(chol)).square().sum((-2, -1))
+        expected = evaluate(*without_nan(mean + shift, variance))
+        # KL between the conditioned and the unconditioned posterior, at the new inputs, with
+        # tr(C^-1 C') - q = -tr(D C) and D = root^T diag(sign) root.
+        trace = (conditioned.sign * conditioned.root * reduction).sum((-2, -1))
         quadratic = (conditioned.gain * shift).sum(-1)
-        kl = 0.5 * (log_det + trace - chol.shape[-1] + quadratic)
+        kl = 0.5 * (log_det - trace + quadratic)
         if latent_dims:
             kl = kl.sum(tuple(range(-latent_dims, 0)))
         return sites(expected, centred + shift, min_precision), expected.log_prob.sum(-1) - kl
@@ -100,32 +104,55 @@ def condition(
     with torch.no_grad():
         state, info = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
     state = _attach_gradient(lambda s: step(s)[0], state)
-    return conditioned_from_sites(centred, covariance, state), info
+    return conditioned_from_sites(centred, covariance, state, signed), info
 
 
-def conditioned_from_sites(centred: Tensor, covariance: Tensor, state: Sites) -> Conditioned:
+def conditioned_from_sites(
+    centred: Tensor, covariance: Tensor, state: Sites, signed: bool = False
+) -> Conditioned:
     """The conditioned posterior that given sites lead to.
 
     Args:
         centred: ``... x q`` posterior mean minus prior mean at the new inputs.
         covariance: ``... x q x q`` posterior covariance there.
         state: Their sites.
+        signed: Whether some of their precisions may be negative.
     """
-    return _condition(centred, covariance, state)[0]
+    return _condition(centred, covariance, state, signed)[0]
 
 
-def _condition(centred: Tensor, covariance: Tensor, state: Sites) -> tuple[Conditioned, Tensor]:
-    """As `conditioned_from_sites`, and ``chol(M)``."""
+def _condition(
+    centred: Tensor, covariance: Tensor, state: Sites, signed: bool
+) -> tuple[Conditioned, Tensor]:
+    r"""As `conditioned_from_sites`, and :math:`\log|I + \beta C|`.
+
+    Negative precisions come second: with :math:`C_+ = C - C S M^{-1} S C`, the covariance given
+    the positive ones, and :math:`T = (-\beta)_+^{1/2}`, they add
+    :math:`C_+ T (I - T C_+ T)^{-1} T C_+`. If that inverse is not positive definite, there is no
+    such posterior, and the result is NaN.
+    """
     lam, beta = state
     # Not quite zero, where the root has no derivative; everything depends on its square only.
     S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
     eye = torch.eye(lam.shape[-1], dtype=lam.dtype, device=lam.device)
     chol = scaled_cholesky(eye + S * covariance * S.mT)
     root = solve_lower(chol, S.mT * eye)
-    # (I + beta C)^-1 r = r - S M^-1 S C r, which holds for precisions of zero as well.
+    log_det, sign = _log_det(chol), lam.new_ones(lam.shape[-1], 1)
+    if signed:
+        T = (-beta).clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
+        kept = eye - covariance @ root.mT @ root  # C+ = kept C
+        chol = scaled_cholesky(eye - T * (kept @ covariance) * T.mT, strict=True)
+        root = torch.cat([root, solve_lower(chol, T * kept)], -2)
+        sign, log_det = torch.cat([sign, -sign]), log_det + _log_det(chol)
+    # (I + beta C)^-1 r = r - D C r, which holds for precisions of zero as well.
     r = (lam - beta * centred).unsqueeze(-1)
-    gain = r - root.mT @ (root @ (covariance @ r))
-    return Conditioned(state, gain.squeeze(-1), root), chol
+    gain = r - root.mT @ (sign * (root @ (covariance @ r)))
+    return Conditioned(state, gain.squeeze(-1), root, sign), log_det
+
+
+def _log_det(chol: Tensor) -> Tensor:
+    """Log determinant of the matrix whose Cholesky factor is given."""
+    return 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def _attach_gradient(step: Callable[[Sites], Sites], solution: Sites) -> Sites:

@@ -16,7 +16,7 @@ def relative_jitter(dtype: torch.dtype) -> float:
     return RELATIVE_JITTER.get(dtype, 1e-3)
 
 
-def scaled_cholesky(matrix: Tensor, jitter: float = 0.0) -> Tensor:
+def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -> Tensor:
     r"""Cholesky factor of a positive semi-definite matrix, with jitter relative to its diagonal.
 
     Returns :math:`\operatorname{chol}(K + \epsilon D)` with :math:`D = \operatorname{diag}(K)`,
@@ -27,6 +27,8 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0) -> Tensor:
     Args:
         matrix: A ``... x m x m`` tensor.
         jitter: The relative jitter :math:`\epsilon`.
+        strict: Whether a matrix that is not positive definite gives a factor of NaN, member by
+            member of a batch, instead of more jitter or an error.
 
     Returns:
         The ``... x m x m`` lower Cholesky factor.
@@ -36,6 +38,9 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0) -> Tensor:
     unit = matrix / (scale * scale.mT)
     if jitter:
         unit = unit + torch.diag_embed(torch.full_like(diagonal, jitter))
+    if strict:
+        factor, failed = torch.linalg.cholesky_ex(unit)
+        return scale * torch.where((failed > 0)[..., None, None], torch.nan, factor)
     return scale * psd_safe_cholesky(unit)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from linear_operator.utils.warnings import NumericalWarning
@@ -26,6 +26,7 @@ from seqgp.dual.duals import Duals, Pair, add, align, interpolate, tie
 from seqgp.dual.posterior import (
     expected_log_summary,
     factorise,
+    has_posterior,
     kl_divergence,
     posterior_mean,
     posterior_variance,
@@ -83,6 +84,7 @@ def natural_gradient_target(
     weight: float = 1.0,
     latent_dims: int = 0,
     min_precision: float | None = 0.0,
+    strict: bool = False,
 ) -> tuple[Duals, Tensor]:
     """The duals that a full natural-gradient step leads to, and the bound at the present ones.
 
@@ -93,12 +95,14 @@ def natural_gradient_target(
         weight: Factor for the observations' sites and log likelihood (minibatches).
         latent_dims: How many trailing batch dimensions are latent functions of one model, over
             which the bound is summed.
-        min_precision: Floor for the sites' precision, see `seqgp.dual.sites.sites`.
+        min_precision: Floor for the sites' precision, see `seqgp.dual.sites.precision_floor`.
+        strict: Whether duals that no posterior belongs to have a bound of NaN; always so without a
+            floor.
 
     Returns:
         The target, and the bound ``sum E[log p(y|f)] + E[log t_base] - KL``, of the batch shape.
     """
-    factors = factorise(duals)
+    factors = factorise(duals, strict or min_precision is None)
     bound = -kl_divergence(factors)
     if base is not None:
         bound = bound + expected_log_summary(base, factors)
@@ -108,7 +112,7 @@ def natural_gradient_target(
     for batch in batches:
         mean = posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
-        expected = batch.evaluate(batch.prior_mean + mean, variance)
+        expected = batch.evaluate(*without_nan(batch.prior_mean + mean, variance))
         bound = bound + weight * expected.log_prob.sum(-1)
         site = sites(expected, mean, min_precision)
         if weight != 1.0:
@@ -132,12 +136,17 @@ def natural_gradient_step(
     """One damped step of size ``rho``; arguments as for `natural_gradient_target`.
 
     Returns:
-        The new duals, and the bound at the old ones.
+        The new duals, and the bound at the old ones. Without a floor, a step that would leave no
+        posterior is shortened until there is one.
     """
     target, bound = natural_gradient_target(
         duals, batches, base, weight, latent_dims, min_precision
     )
-    return (target if rho == 1.0 else interpolate(duals, target, rho)), bound
+    new = target if rho == 1.0 else interpolate(duals, target, rho)
+    while min_precision is None and not has_posterior(new):
+        rho /= 2
+        new = interpolate(duals, target, rho)
+    return new, bound
 
 
 def converge(
@@ -165,8 +174,10 @@ def converge(
         max_steps: Passes over the data at which to stop.
     """
 
-    def step(state: Duals) -> tuple[Duals, Tensor]:
-        return natural_gradient_target(state, batches(), base, 1.0, latent_dims, min_precision)
+    def step(state: Duals, strict: bool) -> tuple[Duals, Tensor]:
+        return natural_gradient_target(
+            state, batches(), base, 1.0, latent_dims, min_precision, strict
+        )
 
     return fixed_point(step, duals, conjugate, rho, tol, max_steps)
 
@@ -198,12 +209,15 @@ def converge_sites(
     A, unexplained, prior_mean, evaluate = batch
     if start is None or conjugate:
         variance = unexplained + A.square().sum(-2)
-        start = sites(evaluate(prior_mean, variance), torch.zeros_like(variance), min_precision)
+        start = sites(evaluate(prior_mean, variance), torch.zeros_like(variance))
     if conjugate:
         return start
-    first = tie(A, start)
+    first = tie(A, start) if base is None else add(tie(A, start), base)
+    if min_precision is None and not has_posterior(first):  # as hyperparameters have moved
+        first = tie(A, Sites(start.lam, start.beta.clamp_min(0)))
+        first = first if base is None else add(first, base)
     duals, _ = converge(
-        first if base is None else add(first, base),
+        first,
         lambda: [batch],
         base,
         latent_dims=latent_dims,
@@ -219,73 +233,74 @@ def converge_sites(
 
 
 def fixed_point(
-    step: Callable[[Pair], tuple[Pair, Tensor]],
+    step: Callable[[Pair, bool], tuple[Pair, Tensor]],
     state: Pair,
     conjugate: bool = False,
     rho: float = 1.0,
     tol: float = 1e-6,
     max_steps: int = 100,
 ) -> tuple[Pair, Convergence]:
-    r"""Solve ``state = target(state)`` by damped iteration that does not lower the bound.
+    r"""Solve ``state = target(state)`` by accelerated iteration that does not lower the bound.
 
-    Each member of the batch has its own step size. It is halved when a step would lower the
-    bound (or end in NaN). After a successful step it is the one that would have solved the
-    equation had ``target`` been linear along the residual :math:`r`, the secant step
-    :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most ``rho``. A member
-    is finished when its target differs from its state by less than ``tol``, relative to the
-    largest element.
-
-    Where sites of a likelihood that is not log-concave are floored, the solution is not the
-    bound's maximum and no step towards it may raise the bound. A member that is stuck for this
-    reason goes on with steps that shrink its residual instead.
+    Each member of the batch has its own step size. Plain steps go from the state towards its
+    target, along the natural gradient, so some step raises the bound. The step is halved when it
+    would lower the bound (or end where there is none), and after a successful one it is that which
+    would have solved the equation had ``target`` been linear along the residual :math:`r`, the
+    secant step :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most
+    ``rho``. Once there are steps to learn from, Anderson's extrapolation of them is tried; if it
+    would lower the bound, they are forgotten and a plain step is made. A member is finished when
+    its target differs from its state by less than ``tol``, relative to the largest element.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
+            Its second argument says that the state may be one without a posterior, for which the
+            bound is NaN.
         state: Where to start: a pair of tensors with leading batch shape ``...``.
         conjugate: The target does not depend on the state: take it.
         rho: The largest step size.
         tol: The relative tolerance.
         max_steps: The largest number of calls to ``step``.
     """
-    target, bound = step(state)
+    target, bound = step(state, False)
     if conjugate:
-        _, bound = step(target)
+        _, bound = step(target, False)
         return target, Convergence(2, torch.zeros_like(bound), bound, True)
     state = type(target)(*(s.expand_as(t) for s, t in zip(state, target, strict=True)))
     rhos = torch.full_like(bound, rho)
     tol = max(tol, 16 * torch.finfo(bound.dtype).eps)  # no tighter than rounding allows
     # A step smaller than this changes the bound by less than its rounding error.
-    smallest = rho * 2.0**-12
+    smallest = rho * 2.0**-16
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
-    steps = 1
+    steps, history = 1, _History()
     residual = _relative_change(state, target, bound)
-    relaxed = torch.zeros_like(bound, dtype=torch.bool)
-    while True:
-        stuck = (residual > tol) & (rhos <= smallest) & ~relaxed
-        relaxed, rhos = relaxed | stuck, torch.where(stuck, 0.5 * rho, rhos)
+    while steps < max_steps:
         active = (residual > tol) & (rhos > smallest)
-        if steps >= max_steps or not bool(active.any()):
+        if not bool(active.any()):
             break
         trial = interpolate(state, target, torch.where(active, rhos, 0.0))
-        trial_target, trial_bound = step(trial)
+        accelerated = active & history.any_of(bound)
+        extrapolates = bool(accelerated.any())
+        if extrapolates:
+            trial = _where(accelerated, history.extrapolate(state, target, bound.dim()), trial)
+        trial_target, trial_bound = step(trial, extrapolates)
         steps += 1
-        trial_residual = _relative_change(trial, trial_target, trial_bound)
-        accepted = (trial_bound >= bound - slack * (1 + bound.abs())) | (
-            relaxed & (trial_residual < residual) & trial_bound.isfinite()
-        )
-        accepted = accepted & active
+        accepted = active & (trial_bound >= bound - slack * (1 + bound.abs()))
+        failed = active & ~accepted
         secant = _secant(state, target, trial, trial_target, rhos).clamp_max(rho)
+        history.forget(failed & accelerated)
+        history.remember(accepted, state, target, trial, trial_target)
+        rhos = torch.where(accepted & ~accelerated, secant, rhos)
+        rhos = torch.where(failed & ~accelerated, rhos / 2, rhos)
         state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
         bound = torch.where(accepted, trial_bound, bound)
-        residual = torch.where(accepted, trial_residual, residual)
-        rhos = torch.where(accepted, secant, torch.where(active, rhos / 2, rhos))
+        residual = _relative_change(state, target, bound)
     converged = not bool((residual > tol).any())
     if not converged and (steps >= max_steps or float(residual.max()) > _STUCK):
         reason = f"after {steps} natural-gradient steps"
         advice = "allow more steps or a smaller step size"
         if steps < max_steps:
             reason = "and no step raises the bound any more"
-            advice = "with a likelihood that is not log-concave, min_precision=None may help"
+            advice = "check the scale of inputs, targets and hyperparameters"
         warnings.warn(
             f"The sites have not converged {reason} (largest relative change "
             f"{residual.max().item():.1e}, tolerance {tol:.1e}); {advice}.",
@@ -295,15 +310,90 @@ def fixed_point(
     return state, Convergence(steps, residual, bound, converged)
 
 
+class _History:
+    r"""The last few steps of an iteration, for Anderson's extrapolation.
+
+    With changes of states :math:`\Delta S` and of residuals :math:`\Delta R` as columns, the next
+    state is :math:`s + r - (\Delta S + \Delta R) \gamma`, where :math:`\gamma` minimises
+    :math:`|r - \Delta R \gamma|`: the solution, were the equation linear and had the steps spanned
+    the space. A step that a member of the batch did not make is a column of zeros.
+    """
+
+    depth = 5
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Any]] = []
+        self.number: Tensor | None = None
+
+    def any_of(self, bound: Tensor) -> Tensor:
+        """Which members of the batch have steps to learn from."""
+        if self.number is None:
+            self.number = torch.zeros_like(bound)
+        return self.number > 0
+
+    def forget(self, members: Tensor) -> None:
+        """Forget all steps of some members."""
+        assert self.number is not None
+        if not bool(members.any()):
+            return
+        self.number = torch.where(members, 0.0, self.number)
+        self.steps = [(_mask(~members, s), _mask(~members, r)) for s, r in self.steps]
+
+    def remember(
+        self, members: Tensor, state: Pair, target: Pair, new: Pair, new_target: Pair
+    ) -> None:
+        """Remember the step from ``state`` to ``new`` of some members."""
+        assert self.number is not None
+        self.number = torch.where(members, self.number + 1, self.number)
+        pairs = list(zip(state, target, new, new_target, strict=True))
+        moves = type(state)(*(n - s for s, _, n, _ in pairs))
+        changes = type(state)(*((nt - n) - (t - s) for s, t, n, nt in pairs))
+        self.steps = [*self.steps, (_mask(members, moves), _mask(members, changes))][-self.depth :]
+
+    def extrapolate(self, state: Pair, target: Pair, batch_dims: int) -> Pair:
+        """The next state."""
+        gram: Any = 0.0
+        product: Any = 0.0
+        for i, (s, t) in enumerate(zip(state, target, strict=True)):
+            scale = align(_size(t, batch_dims), t)
+            changes = torch.stack([(r[i] / scale).flatten(batch_dims) for _, r in self.steps], -2)
+            gram = gram + changes @ changes.mT
+            product = product + changes @ ((t - s) / scale).flatten(batch_dims).unsqueeze(-1)
+        size = torch.diagonal(gram, dim1=-2, dim2=-1).sqrt()
+        size = torch.where(size > 0, size, 1.0).unsqueeze(-1)
+        gram = gram / (size * size.mT)
+        # A little ridge for steps that are nearly parallel, and ones for those not made.
+        ridge = torch.finfo(gram.dtype).eps ** (2 / 3)
+        ridge = torch.where(gram.diagonal(dim1=-2, dim2=-1) > 0, ridge, 1.0).to(gram)
+        gamma = torch.linalg.solve(gram + torch.diag_embed(ridge), product / size)
+        gamma = (gamma / size).squeeze(-1)
+        following = list(target)
+        for weight, (moves, changes) in zip(gamma.unbind(-1), self.steps, strict=True):
+            for i, (s, r) in enumerate(zip(moves, changes, strict=True)):
+                following[i] = following[i] - align(weight, s) * (s + r)
+        return type(target)(*following)
+
+
+def without_nan(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments that any likelihood accepts, also where there is no posterior (and no bound)."""
+    return mean.nan_to_num(), variance.nan_to_num(nan=1.0)
+
+
+def _size(tensor: Tensor, batch_dims: int) -> Tensor:
+    """The largest element of each member of the batch, but not zero."""
+    if tensor.numel() == 0:
+        return tensor.new_ones(tensor.shape[:batch_dims])
+    size = tensor.abs().amax(tuple(range(batch_dims, tensor.dim())))
+    return size.clamp_min(torch.finfo(tensor.dtype).tiny)
+
+
 def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
     """Largest change of any element relative to the largest element, per member of the batch."""
     residual = torch.zeros_like(bound)
     for s, t in zip(state, target, strict=True):
-        dims = tuple(range(bound.dim(), t.dim()))
-        if t.numel() == 0:
-            continue
-        scale = t.abs().amax(dims).clamp_min(torch.finfo(t.dtype).tiny)
-        residual = torch.maximum(residual, (t - s).abs().amax(dims) / scale)
+        if t.numel():
+            change = (t - s).abs().amax(tuple(range(bound.dim(), t.dim())))
+            residual = torch.maximum(residual, change / _size(t, bound.dim()))
     return residual.nan_to_num(nan=torch.inf)
 
 
@@ -312,14 +402,17 @@ def _secant(state: Pair, target: Pair, trial: Pair, trial_target: Pair, rhos: Te
     square, product = torch.zeros_like(rhos), torch.zeros_like(rhos)
     for s, t, new_s, new_t in zip(state, target, trial, trial_target, strict=True):
         dims = tuple(range(rhos.dim(), t.dim()))
-        if t.numel() == 0:
-            continue
-        scale = t.abs().amax(dims).clamp_min(torch.finfo(t.dtype).tiny)
-        before, after = (t - s) / align(scale, t), (new_t - new_s) / align(scale, t)
+        scale = align(_size(t, rhos.dim()), t)
+        before, after = (t - s) / scale, (new_t - new_s) / scale
         square = square + before.square().sum(dims)
         product = product + (before * (before - after)).sum(dims)
     step = torch.where(product > 0, rhos * square / product, torch.inf)
     return torch.maximum(step, rhos / 4)
+
+
+def _mask(condition: Tensor, pair: Pair) -> Pair:
+    """Zero wherever the condition does not hold."""
+    return type(pair)(*(torch.where(align(condition, x), x, 0.0) for x in pair))
 
 
 def _where(condition: Tensor, a: Pair, b: Pair) -> Pair:

@@ -1,6 +1,7 @@
 r"""The posterior that duals imply, in the whitened form.
 
-With :math:`W = I + B_w = R R^T`, whose eigenvalues are at least one,
+With :math:`W = I + B_w = R R^T`, whose eigenvalues are at least one if no site's precision is
+negative,
 
 .. math::
     q(v) &= N(W^{-1} \lambda_w, W^{-1}), \\
@@ -35,12 +36,23 @@ class Factors(NamedTuple):
     mean: Tensor
 
 
-def factorise(duals: Duals) -> Factors:
-    """The whitened posterior of some duals: one Cholesky factorisation."""
+def factorise(duals: Duals, strict: bool = False) -> Factors:
+    """The whitened posterior of some duals: one Cholesky factorisation.
+
+    Args:
+        duals: The duals.
+        strict: Whether duals that no posterior belongs to give NaN instead of an error.
+    """
     eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
-    R = scaled_cholesky(duals.B + eye)
+    R = scaled_cholesky(duals.B + eye, strict=strict)
     mean = solve_cholesky(R, duals.lam.unsqueeze(-1)).squeeze(-1)
     return Factors(R, mean)
+
+
+def has_posterior(duals: Duals) -> bool:
+    """Whether ``W`` is positive definite, for every member of the batch."""
+    eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
+    return not bool(torch.linalg.cholesky_ex(duals.B + eye).info.any())
 
 
 def posterior_mean(A: Tensor, factors: Factors) -> Tensor:

@@ -17,6 +17,7 @@ Shapes: targets are ``... x n``. Means and variances are ``... x n`` for one lat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, singledispatch
 from typing import Any, NamedTuple
 
@@ -31,11 +32,24 @@ from gpytorch.likelihoods import (
     GaussianLikelihoodWithMissingObs,
     LaplaceLikelihood,
     Likelihood,
+    NegativeBinomialLikelihood,
+    PoissonLikelihood,
     SoftmaxLikelihood,
 )
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
+
+from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
+
+_LOG_CONCAVE = (
+    BernoulliLikelihood,
+    BinomialLikelihood,
+    LaplaceLikelihood,
+    OrdinalLikelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
 
 #: Base samples for likelihoods of several latents (in antithetic pairs, from a Sobol sequence).
 NUM_BASE_SAMPLES = 256
@@ -69,12 +83,34 @@ def sites(expected: Expectations, centred_mean: Tensor, min_precision: float | N
     Args:
         expected: The expectations of the observations.
         centred_mean: The posterior mean minus the prior mean, of the shape of ``expected.alpha``.
-        min_precision: Floor for ``beta``. Likelihoods that are not log-concave (Student-t, Beta,
-            negative binomial) can ask for a negative precision; with the floor of zero the
-            posterior precision never falls below the prior's. ``None``: no floor.
+        min_precision: Floor for ``beta``, ``None`` for none; see `precision_floor`.
     """
     beta = expected.beta if min_precision is None else expected.beta.clamp_min(min_precision)
     return Sites(expected.alpha + beta * centred_mean, beta)
+
+
+def _rule(
+    function: Any, *kinds: type[Likelihood]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a rule for likelihoods as GPyTorch ships them.
+
+    A subclass with a `forward` of its own, another link say, is another likelihood: it gets the
+    generic rule, or one that is registered for itself.
+    """
+
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for kind in kinds:
+
+            def guarded(
+                likelihood: Likelihood, *args: Any, _kind: Any = kind, **kwargs: Any
+            ) -> Any:
+                same = type(likelihood).forward is _kind.forward
+                return (rule if same else function.dispatch(object))(likelihood, *args, **kwargs)
+
+            function.register(kind, guarded)
+        return rule
+
+    return register
 
 
 @singledispatch
@@ -83,11 +119,11 @@ def expected_log_prob(
 ) -> Tensor:
     r""":math:`E_{N(m, v)}[\log p(y | f)]` per target, deterministic for every likelihood.
 
-    Likelihoods of one latent use GPyTorch's closed forms and Gauss-Hermite quadrature, with two
-    exceptions: the Laplace likelihood, which has a kink, has a closed form, and the Bernoulli uses
-    `torch.special.log_ndtr` (GPyTorch's `log_normal_cdf` is off by up to 2e-3). All others, for
-    which GPyTorch draws new samples at each call, use one fixed set of `NUM_BASE_SAMPLES`
-    quasi-Monte-Carlo base samples.
+    Likelihoods of one latent use GPyTorch's closed forms and Gauss-Hermite quadrature, except
+    where we can do better: the Laplace likelihood, which has a kink, has a closed form, and the
+    quadrature of Bernoulli, Poisson and negative binomial likelihoods is of our own
+    `conditional_log_prob`. All others, for which GPyTorch draws new samples at each call, use one
+    fixed set of `NUM_BASE_SAMPLES` quasi-Monte-Carlo base samples.
 
     Args:
         likelihood: A GPyTorch likelihood.
@@ -110,7 +146,7 @@ def expected_log_prob(
     )
 
 
-@expected_log_prob.register(LaplaceLikelihood)
+@_rule(expected_log_prob, LaplaceLikelihood)
 def _laplace_log_prob(
     likelihood: LaplaceLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
@@ -127,6 +163,20 @@ def _laplace_log_prob(
     return -folded / scale - (2 * scale).log()
 
 
+@_rule(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
+def _quadrature_log_prob(
+    likelihood: _OneDimensionalLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """On the nodes of the likelihood's own quadrature."""
+    nodes, weights = _nodes(likelihood, targets, mean)
+    f = mean + (2 * variance).sqrt() * nodes
+    return (weights * conditional_log_prob(likelihood, targets, f, **kwargs)).sum(0)
+
+
 @singledispatch
 def expectations(
     likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
@@ -134,7 +184,7 @@ def expectations(
     r"""Expected log probability, :math:`\alpha` and :math:`\beta` under :math:`N(m, v)`.
 
     Dispatches on the likelihood's type: closed forms for Gaussian likelihoods, closed-form
-    derivatives for the Bernoulli, and for everything else the derivatives of
+    derivatives for Bernoulli and Poisson, and for everything else the derivatives of
     `expected_log_prob` by automatic differentiation. All of them are themselves differentiable
     with respect to mean and variance. Register a faster rule for a likelihood of your own with
     ``@expectations.register(MyLikelihood)``.
@@ -194,40 +244,62 @@ def _gaussian(
 expectations.register(GaussianLikelihoodWithMissingObs, expectations.dispatch(object))
 
 
-@expectations.register(BernoulliLikelihood)
+@_rule(expectations, BernoulliLikelihood)
 def _bernoulli(
-    likelihood: BernoulliLikelihood,
-    targets: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    **kwargs: Any,
+    likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Expectations:
-    r"""Probit: :math:`g(f) = \log\Phi(sf)`, :math:`s = 2y - 1`, :math:`g' = s \phi / \Phi`.
-
-    On the nodes :math:`f_k = m + \sqrt{2v} x_k` of the likelihood's quadrature,
-    :math:`\alpha = \sum_k w_k g'(f_k)` and
-    :math:`\beta = -2 \sum_k w_k g'(f_k) x_k / \sqrt{2v}` are the exact derivatives of the
-    quadrature's value; :math:`\beta > 0` because :math:`g'` decreases.
-    """
+    r"""Probit: :math:`g(f) = \log\Phi(sf)`, :math:`s = 2y - 1`, :math:`g' = s \phi / \Phi`."""
     nodes, weights = _nodes(likelihood, targets, mean)
-    sign = 2 * targets - 1
     spread = (2 * _resolved(variance)).sqrt()
+    sign = 2 * targets - 1
     signed = sign * (mean + spread * nodes)
     log_cdf = torch.special.log_ndtr(signed)
-    log_pdf = -0.5 * signed.square() - 0.5 * math.log(2 * math.pi)
-    slope = weights * sign * (log_pdf - log_cdf).exp()
-    return Expectations(
-        (weights * log_cdf).sum(0), slope.sum(0), -2 * (slope * nodes).sum(0) / spread
-    )
+    slope = sign * _inverse_mills_ratio(signed, log_cdf)
+    return _from_slopes(log_cdf, slope, nodes, weights, spread)
 
 
-@expected_log_prob.register(BernoulliLikelihood)
-def _bernoulli_log_prob(
-    likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
-) -> Tensor:
+def _inverse_mills_ratio(x: Tensor, log_cdf: Tensor) -> Tensor:
+    r""":math:`\phi(x) / \Phi(x)`, given :math:`\log\Phi(x)`.
+
+    So far in the left tail that the logarithms, of order :math:`x^2`, leave no digits to their
+    difference, the asymptotic series :math:`|x| + 1/|x| - 2/|x|^3` does.
+    """
+    log_ratio = -0.5 * x.square() - 0.5 * math.log(2 * math.pi) - log_cdf
+    tail = torch.finfo(x.dtype).eps ** (-1 / 6)  # where the series' next term vanishes
+    size = (-x).clamp_min(tail)
+    series = size + (1 - 2 / size.square()) / size
+    return torch.where(x < -tail, series, log_ratio.clamp_max(math.log(2 * tail)).exp())
+
+
+@_rule(expectations, PoissonLikelihood)
+def _poisson(
+    likelihood: PoissonLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    r"""With rate :math:`r(f) = \log(1 + e^f)`, :math:`g(f) = y \log r - r - \log y!`.
+
+    As :math:`r' = 1 - e^{-r}`, :math:`g' = (y - r) (1 - e^{-r}) / r`.
+    """
     nodes, weights = _nodes(likelihood, targets, mean)
-    f = mean + (2 * variance).sqrt() * nodes
-    return (weights * torch.special.log_ndtr((2 * targets - 1) * f)).sum(0)
+    spread = (2 * _resolved(variance)).sqrt()
+    rate, log_rate = _softplus(mean + spread * nodes)
+    slope = (rate - targets) * torch.expm1(-rate) / rate
+    value, alpha, beta = _from_slopes(targets * log_rate - rate, slope, nodes, weights, spread)
+    return Expectations(value - torch.lgamma(targets + 1), alpha, beta)
+
+
+def _from_slopes(
+    values: Tensor, slopes: Tensor, nodes: Tensor, weights: Tensor, spread: Tensor
+) -> Expectations:
+    r"""Expectations from :math:`g = \log p(y | \cdot)` and :math:`g'` at quadrature nodes.
+
+    On the nodes :math:`f_k = m + \sqrt{2v} x_k`, :math:`\alpha = \sum_k w_k g'(f_k)` and
+    :math:`\beta = -2 \sum_k w_k g'(f_k) x_k / \sqrt{2v}` are the exact derivatives of the
+    quadrature's value; if :math:`g'` decreases, :math:`\beta > 0`.
+    """
+    slopes = weights * slopes
+    return Expectations(
+        (weights * values).sum(0), slopes.sum(0), -2 * (slopes * nodes).sum(0) / spread
+    )
 
 
 def _nodes(
@@ -243,6 +315,17 @@ def _nodes(
 def has_one_latent(likelihood: Likelihood) -> bool:
     """Whether the likelihood is one of a single latent function (as against, say, a softmax)."""
     return is_conjugate(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
+
+
+def precision_floor(likelihood: Likelihood) -> float | None:
+    """The least precision of its sites: zero if the likelihood is log-concave, else ``None``.
+
+    Others (Student-t, Beta, negative binomial, any that we do not know) ask for negative precisions
+    where they are not log-concave, at an outlier say. With a floor there would be a posterior that
+    maximises no bound. Without, the posterior must be kept from losing all its precision, which is
+    for step sizes to do: `seqgp.dual.natural_gradient.fixed_point`.
+    """
+    return 0.0 if is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE) else None
 
 
 def is_conjugate(likelihood: Likelihood) -> bool:
@@ -296,18 +379,70 @@ def _resolved(variance: Tensor) -> Tensor:
     return variance.clamp_min(settings.min_variance.value(variance.dtype))
 
 
+@singledispatch
 def conditional_log_prob(
     likelihood: Likelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
-    """``log p(y | f)`` at samples ``s x ... x n x c`` of the latents."""
-    if isinstance(likelihood, SoftmaxLikelihood):
-        # Not through `forward`: it transposes its input whenever n equals c.
-        weights = likelihood.mixing_weights
-        logits = samples if weights is None else samples @ weights.mT
-        log_probs = logits.log_softmax(-1)
-        index = targets.long().unsqueeze(-1).expand(*log_probs.shape[:-1], 1)
-        return log_probs.gather(-1, index).squeeze(-1)
+    """``log p(y | f)`` at samples ``s x ... x n [x c]`` of the latents.
+
+    GPyTorch's, but for likelihoods whose probabilities or rates underflow: those of Bernoulli,
+    Poisson and negative binomial are finite for every latent value.
+    """
     return likelihood.forward(samples, **kwargs).log_prob(targets)
+
+
+@_rule(conditional_log_prob, SoftmaxLikelihood)
+def _softmax(
+    likelihood: SoftmaxLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    """Not through `forward`: it transposes its input whenever ``n`` equals ``c``."""
+    weights = likelihood.mixing_weights
+    logits = samples if weights is None else samples @ weights.mT
+    log_probs = logits.log_softmax(-1)
+    index = targets.long().unsqueeze(-1).expand(*log_probs.shape[:-1], 1)
+    return log_probs.gather(-1, index).squeeze(-1)
+
+
+@_rule(conditional_log_prob, BernoulliLikelihood)
+def _probit(
+    likelihood: BernoulliLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    """Not GPyTorch's `log_normal_cdf`, which is off by up to 2e-3."""
+    return torch.special.log_ndtr((2 * targets - 1) * samples)
+
+
+@_rule(conditional_log_prob, PoissonLikelihood)
+def _count(
+    likelihood: PoissonLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    rate, log_rate = _softplus(samples)
+    return targets * log_rate - rate - torch.lgamma(targets + 1)
+
+
+@_rule(conditional_log_prob, NegativeBinomialLikelihood)
+def _overdispersed_count(
+    likelihood: NegativeBinomialLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    r""":math:`\log\Gamma(k + y) - \log\Gamma(k) - \log y! + k \log(1 - p) + y \log p`.
+
+    With :math:`-\log\Gamma(k) = \log k - \log\Gamma(1 + k)`, and nothing of both if
+    :math:`y = 0`, no term has a pole at :math:`k = 0`.
+    """
+    probs = likelihood.probs.clamp(1e-6, 1 - 1e-6)  # as GPyTorch does
+    odds = 1.0 if likelihood.num_failures_param else (1 - probs) / probs
+    scale = torch.as_tensor(odds, dtype=samples.dtype, device=samples.device)
+    rate, log_rate = _softplus(samples)
+    k, log_k = rate * scale, log_rate + scale.log()
+    ratio = torch.lgamma(k + targets.clamp_min(1)) - torch.lgamma(1 + k) + log_k
+    log_choose = torch.where(targets > 0, ratio, 0.0) - torch.lgamma(targets + 1)
+    return log_choose + k * torch.log1p(-probs) + targets * probs.log()
+
+
+def _softplus(f: Tensor) -> tuple[Tensor, Tensor]:
+    """``log(1 + e^f)``, kept from underflow, and its logarithm, which is ``f`` far below zero."""
+    floor = torch.finfo(f.dtype).eps ** 2
+    rate = torch.nn.functional.softplus(f).clamp_min(floor)
+    return rate, torch.where(rate > floor, rate.log(), f)
 
 
 @lru_cache(maxsize=32)

@@ -304,7 +304,7 @@ def test_thompson_sampling_with_paths(likelihood: str) -> None:
     paths: Any = draw_matheron_paths(make_model(likelihood), torch.Size([4]))
     X = torch.full((4, 1, 2), 0.5, requires_grad=True)
     before = paths(X).squeeze(-1)
-    for _ in range(20):
+    for _ in range(50):
         (gradient,) = torch.autograd.grad(paths(X).sum(), X)
-        X = (X + 0.02 * gradient).clamp(0, 1).detach().requires_grad_()
+        X = (X + 0.002 * gradient).clamp(0, 1).detach().requires_grad_()
     assert (paths(X).squeeze(-1) > before).all()

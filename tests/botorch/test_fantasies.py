@@ -3,11 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from botorch.sampling import IIDNormalSampler, MCSampler, SobolQMCNormalSampler
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -204,13 +206,13 @@ def test_gradients_of_discrete_fantasies(name: str) -> None:
 
 
 @pytest.mark.parametrize("q", [1, 2])
-def test_gradients_where_the_precision_is_zero(q: int) -> None:
-    """An outlier asks for a negative precision, which is floored; its root has no derivative."""
+def test_gradients_where_the_precision_is_negative(q: int) -> None:
+    """An outlier makes the posterior wider."""
     model, test = data("student_t").model(), make_inputs(3, 2)
     X = ((0.37 + make_inputs(q, 2)) % 1).requires_grad_()
     Y = torch.tensor([[30.0], [0.0]])[:q]
     alone = model.condition_on_observations(X[:1], Y[:1])
-    assert_close(alone.posterior(X).variance, model.posterior(X).variance)
+    assert (alone.posterior(X[:1]).variance > model.posterior(X[:1]).variance).all()
 
     def conditioned(X: Tensor) -> tuple[Tensor, Tensor]:
         return moments(model.condition_on_observations(X, Y, tol=1e-13, max_steps=1000), test)
@@ -220,8 +222,9 @@ def test_gradients_where_the_precision_is_zero(q: int) -> None:
 
 @pytest.mark.parametrize("name", ["student_t", "beta", "negative_binomial"])
 def test_gradients_are_finite(name: str) -> None:
-    """For many fantasies of likelihoods that are not log-concave, some with precisions of zero."""
+    """For many fantasies of likelihoods that are not log-concave, whose sites all converge."""
     model, X = data(name).model(), make_inputs(20, 8, 2).requires_grad_()
+    warnings.simplefilter("error", NumericalWarning)
     mean, variance = moments(model.fantasize(X, sampler(16)), make_inputs(4, 2))
     (gradient,) = torch.autograd.grad(mean.sum() + variance.sum(), X)
     assert gradient.isfinite().all()

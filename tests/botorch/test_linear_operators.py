@@ -23,8 +23,9 @@ def make(
     K = root @ root.mT + 10 * torch.eye(n)
     a, c = 0.3 * torch.randn(*A, 4, n), 0.3 * torch.randn(*reduction, 2, n)
     jitter = torch.rand(n)
-    operator = PosteriorCovariance(to_linear_operator(K), a, 0.5 * a, jitter, c)
-    return operator, K - 0.5 * a.mT @ a + jitter.diag() - c.mT @ c
+    sign = torch.tensor([[1.0], [-1.0]])
+    operator = PosteriorCovariance(to_linear_operator(K), a, 0.5 * a, jitter, c, sign)
+    return operator, K - 0.5 * a.mT @ a + jitter.diag() - c.mT @ (sign * c)
 
 
 SHAPES = [
@@ -90,7 +91,9 @@ class TestContract(contract.LinearOperatorTestCase, unittest.TestCase):
         return make((), (), self.batch_shape)[0].requires_grad_(True)
 
     def evaluate_linear_op(self, operator: PosteriorCovariance) -> Tensor:
-        explained = operator.A.mT @ operator.explained + operator.reduction.mT @ operator.reduction
+        explained = operator.A.mT @ operator.explained + operator.reduction.mT @ (
+            operator.sign * operator.reduction
+        )
         return to_dense(operator.prior) + operator.jitter.diag() - explained
 
 

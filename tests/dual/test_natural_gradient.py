@@ -22,6 +22,7 @@ from tests.helpers import (
     CASES,
     CONJUGATE,
     GP,
+    NOT_LOG_CONCAVE,
     SVGP,
     Problem,
     assert_close,
@@ -127,17 +128,16 @@ def test_fixed_point_maximises_the_bound(name: str) -> None:
 
 
 @all_likelihoods
-@pytest.mark.parametrize("min_precision", [0.0, None])
-def test_the_bound_never_falls(name: str, min_precision: float | None) -> None:
+def test_the_bound_never_falls(name: str) -> None:
     data, bounds = problem(name), []
     for max_steps in range(1, 14):
         strategy = data.model().variational_strategy
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)
-            info = data.learn(strategy.model, max_steps=max_steps, min_precision=min_precision)
+            info = data.learn(strategy.model, max_steps=max_steps)
         bounds.append(info.elbo.item())
         assert strategy.kl_divergence() >= 0
-        if min_precision is not None:
+        if name not in NOT_LOG_CONCAVE:
             assert (torch.linalg.eigvalsh(strategy.dual_B) > -1e-10).all()
     assert all(b >= a - 1e-8 for a, b in pairwise(bounds))
     assert bounds[-1] > bounds[0] or name in CONJUGATE
@@ -157,7 +157,7 @@ def test_single_steps_lead_to_the_same_fixed_point(name: str) -> None:
     full, stepwise = data.converged(), data.model().eval()
     for _ in range(60):
         stepwise.variational_strategy.natural_gradient_step(
-            data.x, data.y, rho=0.5, min_precision=data.min_precision, **data.arguments
+            data.x, data.y, rho=0.5, **data.arguments
         )
     assert_same_posterior(full, stepwise, data.test)
 
@@ -265,7 +265,7 @@ def test_members_of_a_batch_converge_on_their_own() -> None:
 def test_fixed_point_shortens_steps_that_lower_the_bound() -> None:
     """Plain iteration of ``s -> 1 - 1.5 (s - 1)`` diverges."""
 
-    def step(state: Sites) -> tuple[Sites, Tensor]:
+    def step(state: Sites, strict: bool) -> tuple[Sites, Tensor]:
         target = Sites(*(1 - 1.5 * (tensor - 1) for tensor in state))
         bound = -sum((tensor - 1).square() for tensor in state).squeeze(-1)
         return target, torch.where(bound < -100, torch.nan, bound)  # far out there is only NaN

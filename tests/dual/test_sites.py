@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Callable
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -13,10 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Normal, Poisson
 
 from seqgp.dual import Expectations, expectations, expected_log_prob, sites
-from seqgp.dual.sites import NUM_BASE_SAMPLES, has_one_latent, is_conjugate, observation_noise
+from seqgp.dual.predictive import log_predictive
+from seqgp.dual.sites import (
+    NUM_BASE_SAMPLES,
+    conditional_log_prob,
+    has_one_latent,
+    is_conjugate,
+    observation_noise,
+)
 from tests.helpers import CASES, CONJUGATE, ONE_LATENT, assert_close, latent, make_inputs, softmax
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -304,3 +312,76 @@ def test_a_rule_of_ones_own_is_used() -> None:
         return Expectations(*torch.zeros(3, *mean.shape))
 
     assert not expectations(Flat(), torch.ones(2), torch.ones(2), torch.ones(2)).beta.any()
+
+
+class LogLink(gl.PoissonLikelihood):
+    """A subclass that is another likelihood: the rate is ``exp(f)``."""
+
+    def forward(self, function_samples: Tensor, *args: object, **kwargs: object) -> Poisson:
+        return Poisson(function_samples.exp())
+
+
+@torch.no_grad()
+def test_a_subclass_with_another_link_does_not_inherit_the_rule() -> None:
+    mean, variance = marginals("poisson", 4)
+    y, rate = torch.tensor([0.0, 1.0, 2.0, 5.0]), (mean + variance / 2).exp()
+    actual = expectations(LogLink(), y, mean, variance)
+    expected = (y * mean - rate - (y + 1).lgamma(), y - rate, rate)
+    for got, want in zip(actual, expected, strict=True):
+        assert_close(got, want, 1e-10)
+
+
+def log_prob_in_many_digits(name: str, y: int, f: float, p: float = 0.5) -> float:
+    """``log p(y | f)`` with 50 digits, of which no rate underflows."""
+    with mpmath.workdps(50):
+        rate = mpmath.log1p(mpmath.exp(mpmath.mpf(f)))
+        if name == "poisson":
+            return float(y * mpmath.log(rate) - rate - mpmath.loggamma(y + 1))
+        k = rate * (1 - p) / p
+        choose = mpmath.loggamma(k + y) - mpmath.loggamma(k) - mpmath.loggamma(y + 1)
+        return float(choose + k * mpmath.log(1 - p) + y * mpmath.log(p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["poisson", "negative_binomial"])
+def test_counts_far_below_zero(name: str, dtype: torch.dtype) -> None:
+    """Where softplus underflows, as it does at a quadrature node of a large variance."""
+    f = torch.tensor([-1e4, -800.0, -110.0, -40.0, -15.0, -1.0, 0.0, 3.0, 30.0], dtype=dtype)
+    f.requires_grad_(True)
+    likelihood = CASES[name].make().to(dtype)
+    for y in (0, 1, 7):
+        actual = conditional_log_prob(likelihood, torch.full_like(f, y), f)
+        expected = [log_prob_in_many_digits(name, y, value) for value in f.tolist()]
+        tol = 1e-5 if dtype == torch.float32 else 1e-8  # torch's softplus is linear above 20
+        assert_close(actual, torch.tensor(expected), tol)
+        (slope,) = torch.autograd.grad(actual.sum(), f)
+        power = y if name == "poisson" else min(y, 1)  # of the rate to which p(y) tends
+        assert_close(slope[0], torch.tensor(float(power)), 1e-6)
+        assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@torch.no_grad()
+def test_slope_of_the_probit_in_the_tails(dtype: torch.dtype, tol: float) -> None:
+    x = torch.cat([-torch.logspace(-2, 5, 200, dtype=dtype), torch.linspace(0, 8, 20, dtype=dtype)])
+    # At the smallest variance the slope's expectation is the slope at the mean.
+    actual = expectations(gl.BernoulliLikelihood(), torch.ones_like(x), x, 1e-12 + 0 * x).alpha
+    expected = math.sqrt(2 / math.pi) / torch.special.erfcx(-x.double() / math.sqrt(2))
+    assert ((actual - expected).abs() / expected.clamp_min(1e-3)).max() < 20 * tol
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variance", [1e-4, 1.0, 1e4, 1e5])
+@all_likelihoods
+def test_finite_whatever_the_variance(name: str, variance: float, dtype: torch.dtype) -> None:
+    likelihood = CASES[name].make().to(dtype)
+    arguments = {key: value.to(dtype) for key, value in CASES[name].arguments(4).items()}
+    mean, y = marginals(name, 4)[0].to(dtype), observations(name, 4)
+    y = y if CASES[name].num_latents else y.to(dtype)
+    moments = [mean.requires_grad_(True), torch.full_like(mean, variance).requires_grad_(True)]
+    actual = expectations(likelihood, y, *moments, **arguments)
+    assert all(tensor.isfinite().all() for tensor in actual)
+    total = sum(tensor.sum() for tensor in actual)
+    for gradient in torch.autograd.grad(total, moments):  # type: ignore[arg-type]
+        assert gradient.isfinite().all()
+    assert log_predictive(likelihood, y, *moments, **arguments).isfinite().all()

@@ -15,7 +15,7 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp import DualELBO
-from tests.helpers import GP, latent, make_inputs
+from tests.helpers import CASES, GP, latent, make_inputs
 
 JITTER = 1e-5  # the default of float32, here for both: what is compared is rounding
 VARIANCES = [1e-4, 1e-2, 1.0, 1e2, 1e4]
@@ -106,3 +106,49 @@ def test_everything_else(variance: float, likelihood: type[Likelihood]) -> None:
     assert_as_precise(*moved, variance, 1e-3)
     assert all(gradient.isfinite().all() for gradient in gradients)
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-4, check_dtype=False)
+
+
+def whole_cycle(name: str, variance: float, dtype: torch.dtype) -> list[Tensor]:
+    """Learn, predict, condition, move, differentiate: everything that comes out, as float64."""
+    case, n = CASES[name], 40
+    x = make_inputs(n, 2)  # float32, as are the parameters of the likelihoods when they are made
+    y = case.sample(latent(x, case.num_latents))
+    y = y if case.num_latents else y.to(dtype)
+    x, new = x.to(dtype), make_inputs(5, 2).to(dtype)
+    arguments = {key: value.to(dtype) for key, value in case.arguments(n).items()}
+    few = {key: value[:3] for key, value in arguments.items()}
+    kernel = ScaleKernel(MaternKernel(nu=2.5))
+    model = GP(
+        x[:10], case.make(), ZeroMean(), kernel, num_latents=case.num_latents, jitter_val=JITTER
+    )
+    model.to(dtype).eval()
+    kernel.base_kernel.lengthscale = 0.3
+    kernel.outputscale = variance
+    strategy, options = model.variational_strategy, {"tol": 1e-5, "max_steps": 300}
+    info = strategy.converge(x, y, **options, **arguments)
+    posterior = model(new)
+    fantasy = model.get_fantasy_model(new[:3], y[:3], **few, **options)(new)
+    results = [info.elbo, posterior.mean, posterior.variance, fantasy.mean, fantasy.variance]
+    strategy.set_inducing_points(x[5:20])
+    results.append(model(new).variance)
+    model.train()
+    elbo = DualELBO(model.likelihood, model)(model(x), y, **arguments)
+    elbo.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [tensor.detach().double() for tensor in (*results, elbo, *gradients)]
+
+
+@pytest.mark.parametrize("variance", VARIANCES)
+@pytest.mark.parametrize("name", list(CASES))
+def test_any_likelihood_at_any_scale(name: str, variance: float) -> None:
+    """Finite in float32 and float64, and, where the sites are easily found, the same in both."""
+    with warnings.catch_warnings():
+        # A likelihood whose quadrature is too coarse at such a scale may not converge, and says so.
+        warnings.filterwarnings("ignore", "The sites have not converged", NumericalWarning)
+        single, double = (whole_cycle(name, variance, dtype) for dtype in PRECISIONS)
+    for a, b in zip(single, double, strict=True):
+        assert a.isfinite().all()
+        assert b.isfinite().all()
+    if variance <= 1:
+        for a, b in zip(single[:6], double[:6], strict=True):
+            assert (a - b).abs().max() < 1e-3 * (1 + b.abs().max())

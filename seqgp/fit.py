@@ -13,6 +13,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
+from seqgp.dual.sites import is_conjugate
 from seqgp.objectives import DualELBO
 from seqgp.progress import progress_bar
 
@@ -36,6 +37,7 @@ def fit(
     epochs: int = 20,
     learning_rate: float = 0.03,
     rho: float = 0.5,
+    starts: int | None = None,
     progress: bool = False,
     **kwargs: Any,
 ) -> MarginalLogLikelihood:
@@ -56,6 +58,9 @@ def fit(
         epochs: Passes over the data in minibatches.
         learning_rate: Adam's, for minibatches.
         rho: Natural-gradient step size for minibatches.
+        starts: From how many sets of inducing points L-BFGS starts, if it learns them: those of the
+            model, and others chosen under the hyperparameters that were found. The best fit is
+            kept. By default two for a Gaussian likelihood, where they are cheap, and else one.
         progress: Whether to show a progress bar.
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
@@ -75,7 +80,8 @@ def fit(
     if batch_size is None and model.num_data > FULL_BATCH_LIMIT:
         batch_size = 1024
     if batch_size is None:
-        _fit_full_batch(model, objective, optimizer_kwargs or {}, progress, **kwargs)
+        starts = (2 if is_conjugate(model.likelihood) else 1) if starts is None else starts
+        _fit_full_batch(model, objective, optimizer_kwargs or {}, starts, progress, **kwargs)
     else:
         objective.train()
         _fit_minibatches(model, objective, batch_size, epochs, learning_rate, rho, progress)
@@ -87,6 +93,7 @@ def _fit_full_batch(
     model: SequentialGP,
     mll: _ApproximateMarginalLogLikelihood,
     optimizer_kwargs: dict[str, Any],
+    starts: int,
     progress: bool,
     **kwargs: Any,
 ) -> None:
@@ -113,15 +120,30 @@ def _fit_full_batch(
             model(model.train_inputs[0]), model.train_targets, **model.likelihood_arguments
         ).sum()
 
-    if parameters:
+    objective = dual_loss if isinstance(mll, DualELBO) and mll.beta == 1 else loss
+    name = next((name for name in parameters if name.endswith("inducing_points")), None)
+    best: dict[str, Tensor] | None = None
+    least = torch.inf
+    for _ in range(starts if name is not None else min(len(parameters), 1)):
+        if best is not None and name is not None:
+            Z = model.choose_inducing_points(parameters[name].shape[-2])
+            if Z.numel() != parameters[name].numel():  # the kernel has no use for as many
+                break
+            parameters[name].data.copy_(Z.reshape_as(parameters[name]))
+            sites = None
         _fit_fallback(
             mll,
-            closure=ForwardBackwardClosure(
-                dual_loss if isinstance(mll, DualELBO) and mll.beta == 1 else loss, parameters
-            ),
+            closure=ForwardBackwardClosure(objective, parameters),
             optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
             **kwargs,
         )
+        mll.train()
+        with torch.no_grad():
+            value = float(objective())
+        if value < least:
+            least, best = value, {key: p.detach().clone() for key, p in parameters.items()}
+    for key, value_of in (best or {}).items():
+        parameters[key].data.copy_(value_of)
     bar.close()
 
 

@@ -341,6 +341,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- learning
 
     @torch.no_grad()
+    def choose_inducing_points(self, number: int) -> Tensor:
+        """``batch_shape x k x d`` inducing points for the training data and the present kernel.
+
+        Args:
+            number: How many; fewer if there are fewer inputs.
+        """
+        X = self._transform_train_inputs(self.train_inputs[0])
+        return _choose_inducing_points(X, number, self.covar_module, self._inducing_point_allocator)
+
+    @torch.no_grad()
     def refresh(self, tol: float = 1e-8) -> None:
         """Converge the sites of the training data at the present hyperparameters.
 

@@ -23,6 +23,7 @@ from tests.botorch.helpers import assert_same, data, gaussian_likelihood, observ
 from tests.helpers import (
     CASES,
     assert_close,
+    latent,
     make_inputs,
     make_kernel,
     make_mean,
@@ -202,6 +203,19 @@ def test_inducing_points_at_all_inputs_stay() -> None:
     model, mll = bernoulli(inducing_points=None)
     fit_gpytorch_mll(mll)
     assert torch.equal(model.variational_strategy.inducing_points, model.train_inputs[0])
+
+
+def test_more_starts_are_never_worse() -> None:
+    """The best of the fits is kept, and starts that need not be made are not."""
+    values = []
+    for starts in (1, 2, 3):
+        X, Y = make_inputs(40, 2), latent(make_inputs(40, 2)).unsqueeze(-1)
+        model = SequentialGP(X, Y + 0.1 * torch.sin(50 * Y), inducing_points=4)
+        mll = DualELBO(model.likelihood, model)
+        fit_gpytorch_mll(mll, starts=starts)
+        values.append(mll.with_priors(model.bound()[0], model.num_data).item())
+    assert values[0] <= values[1] + 1e-6
+    assert values[1] <= values[2] + 1e-6
 
 
 def test_frozen_inducing_points_stay() -> None:

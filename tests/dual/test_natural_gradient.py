@@ -127,6 +127,26 @@ def test_fixed_point_maximises_the_bound(name: str) -> None:
     assert_close(actual.variance, variance)
 
 
+def test_ten_classes() -> None:
+    data = problem("softmax", n=20, m=3)
+    x = data.x
+    y = torch.arange(20) % 10
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(
+        num_features=10, num_classes=10, mixing_weights=False
+    )
+    data = data._replace(y=y, likelihood=likelihood, num_latents=10)
+    model = data.model().eval()
+    info = data.learn(model)
+    assert info.converged
+    mean, variance, bound = svgp_by_lbfgs(data)
+    assert_close(info.elbo, bound)
+    assert_close(model(data.test).mean, mean)
+    assert_close(model(data.test).variance, variance)
+    fantasy = model.get_fantasy_model(x[:2], y[:2])
+    probabilities = likelihood(fantasy(x[:1])).probs.mean(0).squeeze(0)
+    assert probabilities.argmax() == y[0]
+
+
 @all_likelihoods
 def test_the_bound_never_falls(name: str) -> None:
     data, bounds = problem(name), []

@@ -1,0 +1,1 @@
+"""Rivals, written from their papers, and our own models under the same protocol."""

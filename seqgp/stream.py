@@ -27,6 +27,7 @@ from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
 from seqgp.observations import Observations
+from seqgp.paper import paper_step, remember
 from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs, check_targets, check_Y
 
@@ -84,9 +85,10 @@ class StreamMixin:
         memory: MemoryOptions | None = None,
         noise: Tensor | None = None,
         learn: bool = True,
+        mode: str = "pseudo-likelihood",
         objective: str | None = None,
         optimizer: str = "lbfgs",
-        steps: int = 40,
+        steps: int | None = None,
         learning_rate: float = 0.01,
         inducing: str = "learn",
         max_inducing: int | None = None,
@@ -107,6 +109,10 @@ class StreamMixin:
                 points by leverage.
             noise: Noise variances of Gaussian observations, of the shape of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
+            mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
+                function of the inducing values that all folded data have become, or ``"paper"``,
+                their tied duals, with the rest of the paper's rule (`seqgp.paper`), of which
+                ``objective`` and ``optimizer`` are part. A stream is learnt in one mode.
             objective: What hyperparameters are learnt from besides the new observations:
                 ``"summary"``, the pseudo-likelihood of all that has been folded, or ``"memory"``,
                 the likelihood of what is remembered, each observation weighted by the inverse of
@@ -114,7 +120,7 @@ class StreamMixin:
                 it is exact, and else the memory: a site frozen under an old posterior is a poor
                 stand-in for, say, a Bernoulli likelihood once hyperparameters move.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
-            steps: The largest number of its steps.
+            steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
@@ -138,6 +144,8 @@ class StreamMixin:
             (150, 200)
         """
         start_time = time.perf_counter()
+        if mode not in ("pseudo-likelihood", "paper"):
+            raise ValueError(f"mode: expected pseudo-likelihood or paper, got {mode!r}.")
         if inducing not in ("learn", "adapt", "fixed"):
             raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
@@ -146,31 +154,39 @@ class StreamMixin:
             raise ValueError(f"objective: expected summary or memory, got {objective!r}.")
         if objective is None:
             objective = "summary" if is_conjugate(self.likelihood) else "memory"
+        if mode == "paper" and discount != 1:
+            raise ValueError("discount: the paper's rule knows none.")
+        if steps is None:
+            steps = 40 if optimizer == "lbfgs" and mode != "paper" else 100
         targets, arguments = self._check_observations(X, Y, noise, arguments)
         memory = self.memory_options if memory is None else memory
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
             self._extend(X, targets, arguments)
-            new_weights = X.new_ones(num_new)
-            self.memory_weights = torch.cat([self.memory_weights[:num_old], new_weights])
             if inducing == "adapt":
                 self._adapt_inducing_points(max_inducing)
-            taken = (
-                self._learn(optimizer, steps, learning_rate, inducing == "learn", objective)
-                if learn
-                else 0
-            )
-            self.refresh()
+            learns_Z = inducing == "learn"
+            if mode == "paper":
+                taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
+            else:
+                taken = 0
+                if learn:
+                    taken = self._learn(optimizer, steps, learning_rate, learns_Z, objective)
+                self.refresh()
             sites, leverage = self._sites_and_leverage()
-            with torch.no_grad():
-                bound, _ = self.bound(sites)
             kept = memory.choose(leverage, num_new, self.num_updates)
             inclusion = memory.inclusion_of(leverage, num_new)
-            self.memory_weights = (self.memory_weights / inclusion)[kept]
-            self._fold_all_but(kept, sites, discount)
-            self.refresh()
+            self.memory_weights = self.memory_weights / inclusion
+            if mode == "paper":
+                remember(self, kept)
+            else:
+                with torch.no_grad():
+                    bound, _ = self.bound(sites)
+                self._fold_all_but(kept, sites, discount)
+                self.refresh()
             self.num_updates += 1
+            self.num_seen += num_new
         gained = int((kept >= num_old).sum())
         return UpdateRecord(
             elbo=float(bound.sum()),
@@ -323,11 +339,13 @@ class StreamMixin:
         both = old.append(Observations(X.detach(), targets, self.likelihood, arguments))
         self.train_inputs, self.train_targets = (both.inputs,), both.targets
         self.likelihood_arguments = both.arguments
+        self.memory_weights = torch.cat([self.memory_weights, X.new_ones(X.shape[-2])])
 
     def _select(self: Any, index: Tensor) -> None:
         """Reduce the training data to those with given indices."""
         self.train_inputs = (self.train_inputs[0][..., index, :],)
         self.train_targets = self.train_targets[..., index]
+        self.memory_weights = self.memory_weights[index]
         self.likelihood_arguments = {
             key: value[..., index] for key, value in self.likelihood_arguments.items()
         }
@@ -458,7 +476,8 @@ def _restored_on_error(model: Any) -> Iterator[None]:
     parameters = [(p, p.detach().clone()) for p in model.parameters()]
     modules = [(m, dict(m._buffers), dict(m._parameters)) for m in model.modules()]
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
-    training, updates = model.training, model.num_updates
+    training, weights = model.training, model.memory_weights
+    counts = model.num_updates, model.num_seen
     try:
         yield
     except BaseException:
@@ -469,7 +488,8 @@ def _restored_on_error(model: Any) -> Iterator[None]:
             for parameter, value in parameters:
                 parameter.copy_(value)
         model.train_inputs, model.train_targets, model.likelihood_arguments = data
-        model.num_updates = updates
+        model.memory_weights = weights
+        model.num_updates, model.num_seen = counts
         model.variational_strategy._clear_cache()
         model.train(training)
         raise

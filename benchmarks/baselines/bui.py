@@ -141,8 +141,10 @@ class Bui:
         else:
             root = self.root.tril()
             eye = torch.eye(len(root), dtype=root.dtype)
-            W = torch.cholesky_inverse(root) if bool((root.diagonal() > 0).all()) else (
-                torch.linalg.inv(root @ root.mT + JITTER * eye)
+            W = (
+                torch.cholesky_inverse(root)
+                if bool((root.diagonal() > 0).all())
+                else (torch.linalg.inv(root @ root.mT + JITTER * eye))
             )
             h = W @ self.mean
         inverse = torch.linalg.inv(L)

@@ -28,5 +28,6 @@ BENCHMARKS = {
     ),
     "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
+    "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
 }

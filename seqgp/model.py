@@ -371,6 +371,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         start: Sites | None = None,
         tol: float = 1e-8,
         weights: Tensor | None = None,
+        summary_weight: float = 1.0,
         hold: bool = False,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
@@ -378,12 +379,13 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             start: Sites to start from.
             tol: Relative tolerance for the sites.
-            weights: Weights of the observations, in place of the summary's term.
+            weights: Weights of the observations.
+            summary_weight: Weight of the summary.
             hold: Take ``start`` for the sites instead of converging them.
         """
         X, Y, arguments = self.training_data()
         return self.variational_strategy.bound(
-            X, Y, self.likelihood, start, tol, weights, hold, **arguments
+            X, Y, self.likelihood, start, tol, weights, summary_weight, hold, **arguments
         )
 
     @torch.no_grad()

@@ -31,6 +31,9 @@ from seqgp.paper import paper_step, remember
 from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs, check_targets, check_Y
 
+#: See `StreamMixin.update`: chosen by one-step-ahead density on two streams of classes.
+MEMORY_SHARE = 0.3
+
 
 class Remembered(NamedTuple):
     """The observations that a model holds as they are.
@@ -86,7 +89,7 @@ class StreamMixin:
         noise: Tensor | None = None,
         learn: bool = True,
         mode: str = "pseudo-likelihood",
-        objective: str | None = None,
+        memory_share: float | None = None,
         optimizer: str = "lbfgs",
         steps: int | None = None,
         learning_rate: float = 0.01,
@@ -112,13 +115,13 @@ class StreamMixin:
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
                 their tied duals, with the rest of the paper's rule (`seqgp.paper`), of which
-                ``objective`` and ``optimizer`` are part. A stream is learnt in one mode.
-            objective: What hyperparameters are learnt from besides the new observations:
-                ``"summary"``, the pseudo-likelihood of all that has been folded, or ``"memory"``,
-                the likelihood of what is remembered, each observation weighted by the inverse of
-                its probability to be. By default the summary if the likelihood is Gaussian, where
-                it is exact, and else the memory: a site frozen under an old posterior is a poor
-                stand-in for, say, a Bernoulli likelihood once hyperparameters move.
+                ``memory_share`` and ``optimizer`` are part. A stream is learnt in one mode.
+            memory_share: How much of what has been folded is represented, while hyperparameters
+                are learnt, by the likelihood of what is remembered (each observation weighted by
+                the inverse of its probability to be), instead of by its pseudo-likelihood. By
+                default nothing if the likelihood is Gaussian, where the pseudo-likelihood is exact,
+                and else 0.3: a site frozen under an old posterior is a poor stand-in for, say, a
+                Bernoulli likelihood once hyperparameters move, but has no sampling noise.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
             learning_rate: Adam's learning rate.
@@ -150,10 +153,10 @@ class StreamMixin:
             raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
-        if objective not in (None, "summary", "memory"):
-            raise ValueError(f"objective: expected summary or memory, got {objective!r}.")
-        if objective is None:
-            objective = "summary" if is_conjugate(self.likelihood) else "memory"
+        if memory_share is None:
+            memory_share = 0.0 if is_conjugate(self.likelihood) else MEMORY_SHARE
+        if not 0 <= memory_share <= 1:
+            raise ValueError(f"memory_share: expected a number in [0, 1], got {memory_share}.")
         if mode == "paper" and discount != 1:
             raise ValueError("discount: the paper's rule knows none.")
         if steps is None:
@@ -172,7 +175,7 @@ class StreamMixin:
             else:
                 taken = 0
                 if learn:
-                    taken = self._learn(optimizer, steps, learning_rate, learns_Z, objective)
+                    taken = self._learn(optimizer, steps, learning_rate, learns_Z, memory_share)
                 self.refresh()
             sites, leverage = self._sites_and_leverage()
             kept = memory.choose(leverage, num_new, self.num_updates)
@@ -370,12 +373,12 @@ class StreamMixin:
         steps: int,
         learning_rate: float,
         learn_inducing: bool,
-        objective: str,
+        share: float,
         rounds: int = 4,
     ) -> int:
         """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
-        weights = self.memory_weights if objective == "memory" else None
+        weights = 1 + share * (self.memory_weights - 1) if share else None
         parameters, bounds = get_parameters_and_bounds(
             mll,
             name_filter=None if learn_inducing else lambda name: "inducing_points" not in name,
@@ -390,7 +393,7 @@ class StreamMixin:
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
             tol = 1e-3 if optimizer == "adam" else 1e-5
-            bound, sites = self.bound(sites, tol, weights, hold)
+            bound, sites = self.bound(sites, tol, weights, 1 - share, hold)
             return -mll.with_priors(bound, 1).sum()
 
         training = self.training

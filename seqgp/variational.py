@@ -277,6 +277,7 @@ class DualVariationalStrategy(DualState):
         start: Sites | None = None,
         tol: float = 1e-8,
         weights: Tensor | None = None,
+        summary_weight: float = 1.0,
         hold: bool = False,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
@@ -291,9 +292,9 @@ class DualVariationalStrategy(DualState):
             likelihood: The likelihood; by default the model's attribute of that name.
             start: Sites to start from, say those at the hyperparameters of the previous step.
             tol: Relative tolerance for the sites.
-            weights: ``n`` weights of the observations' expected log likelihoods. If given, they
-                also stand in for the summary, whose own term is left out of the bound (not out of
-                q): the paper's way to learn hyperparameters.
+            weights: ``n`` weights of the observations' expected log likelihoods in the bound (not
+                in q), where they also stand for others that have been folded.
+            summary_weight: Weight of the summary's term in the bound (not in q).
             hold: Take ``start`` for the sites instead of converging them.
             arguments: Per-point arguments of the likelihood.
 
@@ -325,10 +326,10 @@ class DualVariationalStrategy(DualState):
         mean = batch.prior_mean + posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
         bound = -kl_divergence(factors)
-        if base is not None and weights is None:
+        if base is not None and summary_weight:
             noise = summary_noise(likelihood)
-            bound = bound + expected_log_summary(base, factors)
-            bound = bound + log_constant(self.summary, basis, noise)
+            past = expected_log_summary(base, factors) + log_constant(self.summary, basis, noise)
+            bound = bound + summary_weight * past
         if self.latent_dims:
             mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)

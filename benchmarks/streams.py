@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpytorch.kernels import Kernel, MaternKernel, ScaleKernel
+from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
 from torch import Tensor
 
@@ -25,12 +25,14 @@ class Stream:
         test: Inputs and targets that are never learnt.
         Z: ``m x d`` initial inducing points.
         regression: Whether targets are real numbers, or 0/1.
+        offset: Variance of a constant that is added to the function; 0 for none.
     """
 
     pieces: list[tuple[Tensor, Tensor]]
     test: tuple[Tensor, Tensor]
     Z: Tensor
     regression: bool
+    offset: float = 0.0
 
     @property
     def everything(self) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,11 @@ class Stream:
         dims = self.Z.shape[-1] if ard else None
         kernel = ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=dims)).to(self.Z)
         kernel.base_kernel.lengthscale, kernel.outputscale = 1.0, 1.0
-        return kernel
+        if not self.offset:
+            return kernel
+        constant = ConstantKernel().to(self.Z)
+        constant.constant = self.Z.new_full((1,), self.offset)
+        return constant + kernel
 
     def likelihood(self, noise: float = 0.1) -> Likelihood:
         """Gaussian or Bernoulli."""

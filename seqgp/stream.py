@@ -127,7 +127,8 @@ class StreamMixin:
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
-                it (`seqgp.inducing`), ``"fixed"`` leaves them alone.
+                it (`seqgp.inducing`), for domains that grow, ``"both"`` does both, ``"fixed"``
+                leaves them alone.
             max_inducing: Their largest number if they are adapted; by default their present one.
             discount: Factor for what the summary held before, for streams that drift.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
@@ -149,8 +150,8 @@ class StreamMixin:
         start_time = time.perf_counter()
         if mode not in ("pseudo-likelihood", "paper"):
             raise ValueError(f"mode: expected pseudo-likelihood or paper, got {mode!r}.")
-        if inducing not in ("learn", "adapt", "fixed"):
-            raise ValueError(f"inducing: expected learn, adapt or fixed, got {inducing!r}.")
+        if inducing not in ("learn", "adapt", "both", "fixed"):
+            raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
         if memory_share is None:
@@ -167,9 +168,9 @@ class StreamMixin:
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
             self._extend(X, targets, arguments)
-            if inducing == "adapt":
+            if inducing in ("adapt", "both"):
                 self._adapt_inducing_points(max_inducing)
-            learns_Z = inducing == "learn"
+            learns_Z = inducing in ("learn", "both")
             if mode == "paper":
                 taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
             else:
@@ -361,7 +362,7 @@ class StreamMixin:
             Z.reshape(-1, *Z.shape[-2:])[0],
             X.reshape(-1, *X.shape[-2:])[0],
             self.covar_module,
-            len(Z) if max_points is None else max_points,
+            Z.shape[-2] if max_points is None else max_points,
             self._inducing_point_allocator,
         )
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):

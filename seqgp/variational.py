@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from seqgp.dual import (
     fold,
     kl_divergence,
     log_constant,
+    log_evidence,
     natural_gradient_step,
     posterior_mean,
     posterior_variance,
@@ -43,7 +45,13 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.posterior import explained, unexplained_variance
-from seqgp.dual.sites import has_one_latent, is_conjugate, precision_floor
+from seqgp.dual.sites import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    observation_noise,
+    precision_floor,
+)
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual_state import DualState, State
 from seqgp.linear_operators import PosteriorCovariance
@@ -307,6 +315,19 @@ class DualVariationalStrategy(DualState):
         chol, basis = self._change_of_basis(self.inducing_points, prior_Z)
         batch = self._batch(chol, prior_Z.batch_shape.numel() == 1, data)
         base = self._base(basis, likelihood)
+        past_noise = summary_noise(likelihood)
+        if has_closed_form(likelihood) and weights is None and summary_weight == 1 and not hold:
+            # Collapsed: the best q is known as a function of the hyperparameters.
+            residual = targets - batch.prior_mean
+            noise = observation_noise(likelihood, len(data), **arguments)
+            site = Sites(residual / noise, noise.reciprocal())
+            duals = tie(batch.A, site) if base is None else add(tie(batch.A, site), base)
+            square = residual.square() + batch.unexplained
+            bound = -0.5 * (square / noise + (2 * math.pi * noise).log()).sum(-1)
+            bound = bound + log_evidence(duals, factorise(duals))
+            if base is not None:
+                bound = bound + log_constant(self.summary, basis, past_noise)
+            return bound, Sites(site.lam.detach(), site.beta.detach())
         with torch.no_grad():
             site = (
                 start
@@ -327,9 +348,8 @@ class DualVariationalStrategy(DualState):
         variance = posterior_variance(batch.A, batch.unexplained, factors)
         bound = -kl_divergence(factors)
         if base is not None and summary_weight:
-            noise = summary_noise(likelihood)
-            past = expected_log_summary(base, factors) + log_constant(self.summary, basis, noise)
-            bound = bound + summary_weight * past
+            past = log_constant(self.summary, basis, past_noise)
+            bound = bound + summary_weight * (expected_log_summary(base, factors) + past)
         if self.latent_dims:
             mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)

@@ -92,6 +92,15 @@ def kl_divergence(factors: Factors) -> Tensor:
     return 0.5 * (log_det + trace - m + mean.square().sum(-1))
 
 
+def log_evidence(duals: Duals, factors: Factors) -> Tensor:
+    r""":math:`\log \int p(v) \exp(\lambda_w^T v - \tfrac12 v^T B_w v) dv`, of the batch shape.
+
+    Equal to :math:`E_q[\log t] - \mathrm{KL}[q \| p]` at the posterior itself.
+    """
+    R, mean = factors
+    return 0.5 * (duals.lam * mean).sum(-1) - R.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
 def expected_log_summary(duals: Duals, factors: Factors) -> Tensor:
     r""":math:`E_q[\log t(u)]` of the pseudo-likelihood that ``duals`` stand for.
 

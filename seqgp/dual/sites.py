@@ -333,6 +333,12 @@ def is_conjugate(likelihood: Likelihood) -> bool:
     return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
 
 
+def has_closed_form(likelihood: Likelihood) -> bool:
+    """Whether all targets are Gaussian observations, none of which may be missing."""
+    missing = isinstance(likelihood, GaussianLikelihoodWithMissingObs)
+    return is_conjugate(likelihood) and not missing
+
+
 def observation_noise(
     likelihood: GaussianLikelihood | FixedNoiseGaussianLikelihood,
     num_data: int,

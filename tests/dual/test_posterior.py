@@ -58,6 +58,17 @@ def test_kl_divergence_is_that_of_normal_distributions() -> None:
     assert_close(dual.kl_divergence(factorise(s.duals)), kl_divergence(q, p), 1e-9)
 
 
+def test_log_evidence_is_the_integral_of_prior_and_pseudo_likelihood() -> None:
+    """By a Gaussian integral in the kernel's own basis: |K|, |S| and the mean."""
+    s = Setting()
+    log_det = torch.logdet(s.S) - torch.logdet(s.prior)
+    expected = 0.5 * (log_det + s.shift @ s.S @ s.shift)
+    factors = factorise(s.duals)
+    assert_close(dual.log_evidence(s.duals, factors), expected, 1e-9)
+    at_the_maximum = expected_log_summary(s.duals, factors) - dual.kl_divergence(factors)
+    assert_close(at_the_maximum, expected, 1e-9)
+
+
 def test_expected_log_summary_is_that_of_the_pseudo_likelihood() -> None:
     """``log t(u) = e^T u - u^T H u / 2`` under ``q(u)``."""
     s = Setting()

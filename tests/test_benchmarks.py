@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,22 @@ def test_help_lists_the_benchmarks() -> None:
         assert name in printed
         assert entry.description in printed
         assert (ROOT / "benchmarks" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "row"),
+    [
+        ("uci", "sorted/made_*/ours/*", "| made_regression |"),
+        ("update", "time/gaussian/*", "| gaussian | 20 | 3,000 |"),
+    ],
+)
+def test_streaming_benchmarks_run(name: str, only: str, row: str, tmp_path: Path) -> None:
+    printed = command(name, "--quick", "--only", only, "--out", str(tmp_path))
+    assert row in printed
+    units = json.loads((tmp_path / f"{name}-quick.json").read_text())["units"]
+    assert len(units) >= 2
+    for unit in units.values():
+        assert all(np.isfinite(value) for value in unit.values())
 
 
 def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.utils import get_parameters, get_parameters_and_bounds
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.dual.sites import is_conjugate
@@ -64,6 +65,7 @@ def fit(
         progress: Whether to show a progress bar.
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
+    model.check_not_fantasy()
     if closure is not None:
         mll = _fit_fallback_approximate(
             mll,
@@ -105,13 +107,21 @@ def _fit_full_batch(
     }
     bar = progress_bar(desc="fit", unit=" evaluations", disable=not progress)
 
-    sites = None
+    sites, worst = None, 1e3
 
     def dual_loss() -> Tensor:
         nonlocal sites
+        nonlocal worst
         bar.update()
-        bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
-        return -mll.with_priors(bound, model.num_data).sum()
+        try:
+            bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
+        except (ValueError, FloatingPointError, NanError, NotPSDError):
+            # Hyperparameters without a posterior, a scale of zero say: the line search turns back.
+            sites = None
+            return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
+        value = -mll.with_priors(bound, max(model.num_data, 1)).sum()
+        worst = max(worst, 2 * abs(value.item()) + 1)
+        return value
 
     def loss() -> Tensor:
         bar.update()

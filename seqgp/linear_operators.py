@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from linear_operator import LinearOperator, to_dense
+from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from linear_operator.utils.getitem import _noop_index
 from torch import Tensor
@@ -84,7 +84,9 @@ class PosteriorCovariance(LinearOperator):
     # Whatever rearranges batches or picks elements works on terms of one common batch shape.
 
     def _written_out(self) -> LinearOperator:
-        terms = self.prior + MatmulLinearOperator(-self.A.mT, self.explained)
+        # The prior dense: a lazy kernel's inputs may lack the batch dimensions of the kernel.
+        prior = to_linear_operator(to_dense(self.prior))
+        terms = prior + MatmulLinearOperator(-self.A.mT, self.explained)
         terms = terms + MatmulLinearOperator(-self.reduction.mT, self.sign * self.reduction)
         batch = self._full_batch_shape
         return terms._expand_batch(batch) + DiagLinearOperator(

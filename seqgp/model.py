@@ -32,6 +32,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.means import ConstantMean, Mean
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ApproximateGP
+from gpytorch.settings import min_fixed_noise
 from linear_operator.operators import BlockDiagLinearOperator
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from seqgp.dual import Sites
 from seqgp.dual.sites import has_one_latent, is_conjugate
 from seqgp.fit import fit
 from seqgp.memory import MemoryOptions
+from seqgp.observations import arguments_held_by
 from seqgp.posteriors import ObservationPosterior
 from seqgp.stream import StreamMixin
 from seqgp.subset import select_outputs
@@ -118,6 +120,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     ) -> None:
         check_inputs(train_X, name="train_X")
         check_Y(train_X, train_Y, "train_X", "train_Y")
+        if not train_Y.is_floating_point():
+            train_Y = train_Y.to(train_X)
         with torch.no_grad():
             if input_transform is not None:
                 input_transform.train()
@@ -136,9 +140,19 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             else:
                 likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
         arguments = dict(likelihood_arguments or {})
+        if noise is None:
+            arguments = {**arguments_held_by(likelihood, X.shape[-2], arguments), **arguments}
+        for key, value in arguments.items():
+            value = torch.as_tensor(value).to(X)
+            arguments[key] = value if value.dim() else value.expand(X.shape[-2])
         if noise is not None:
-            arguments["noise"] = noise
-        latents = None if has_one_latent(likelihood) else likelihood.num_features
+            arguments["noise"] = noise.clamp_min(min_fixed_noise.value(noise.dtype))
+        latents = None if has_one_latent(likelihood) else getattr(likelihood, "num_features", 0)
+        if latents == 0:
+            raise ValueError(
+                f"likelihood: {type(likelihood).__name__} has neither one latent function nor "
+                "num_features of them."
+            )
         if latents is not None and m > 1:
             raise ValueError(
                 f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}."
@@ -334,10 +348,15 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         if isinstance(noise, Tensor):
             return {"noise": self._to_targets(noise).expand(shape)}
         if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
-            # As BoTorch does: the mean of the noise seen so far.
-            mean_noise = self.likelihood.noise_covar.noise.mean(-1, keepdim=True)
-            return {"noise": mean_noise.expand(shape)}
+            return {"noise": self._mean_noise().expand(shape)}
         return {}
+
+    def _mean_noise(self) -> Tensor:
+        """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
+        noise = self.likelihood_arguments.get("noise")
+        if noise is None or noise.shape[-1] == 0:
+            noise = self.likelihood.noise_covar.noise
+        return noise.mean(-1, keepdim=True)
 
     # ---------------------------------------------------------------- learning
 
@@ -351,6 +370,14 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         X = self._transform_train_inputs(self.train_inputs[0])
         return _choose_inducing_points(X, number, self.covar_module, self._inducing_point_allocator)
 
+    def check_not_fantasy(self) -> None:
+        """Raise if the model has been conditioned on more than the training data that it holds."""
+        if self.variational_strategy.is_fantasy:
+            raise RuntimeError(
+                "This is a conditioned (fantasy) model: condition it further with "
+                "condition_on_observations; update or fit the model that it came from."
+            )
+
     @torch.no_grad()
     def refresh(self, tol: float = 1e-8) -> None:
         """Converge the sites of the training data at the present hyperparameters.
@@ -358,6 +385,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
         """
+        self.check_not_fantasy()
         X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
         Y, strategy = self.train_targets, self.variational_strategy
         arguments = self.likelihood_arguments
@@ -472,7 +500,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 )
             kwargs["noise"] = self._to_targets(noise)
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
-            mean_noise = self.likelihood.noise_covar.noise.mean(-1, keepdim=True)
+            mean_noise = self._mean_noise()
             kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
         return self.variational_strategy.get_fantasy_model(
             self._with_outputs(X_tf), self._to_targets(Y), **kwargs
@@ -500,6 +528,11 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             A model with batch shape ``sample_shape x batch_shape``.
         """
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
+        if isinstance(observation_noise, bool):
+            raise ValueError(
+                "observation_noise: expected noise variances or None; fantasised observations "
+                "always have the likelihood's noise."
+            )
         with fantasize_flag():
             if X.shape[-2]:
                 noisy = True if observation_noise is None else observation_noise
@@ -570,6 +603,13 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.likelihood_arguments["noise"] = self.likelihood.noise_covar.noise = noise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
+        if self.variational_strategy.is_fantasy:  # parameters that it shares are not its to convert
+            strategy = self.variational_strategy
+            for name, module in self._modules.items():
+                if module is not strategy:
+                    self._modules[name] = copy.deepcopy(module)
+            for name, parameter in strategy._parameters.items():
+                strategy._parameters[name] = copy.deepcopy(parameter)
         self.train_inputs = (fn(self.train_inputs[0]),)
         self.train_targets = fn(self.train_targets)
         self.memory_weights = fn(self.memory_weights)

@@ -144,9 +144,10 @@ class ObservationPosterior(Posterior):
         """Not available: the observations at several inputs have no joint distribution in torch."""
         raise UnsupportedError(
             f"Observations of a {type(self.likelihood).__name__} are not jointly Gaussian, which "
-            "is what this acquisition function assumes of them (entropy search with "
-            "qMaxValueEntropy does). Use one that only needs samples or the latent function: "
-            "qKnowledgeGradient, qLogNoisyExpectedImprovement, UpperConfidenceBound, ..."
+            "is what this caller assumes of them (entropy search with qMaxValueEntropy, and "
+            "ModelListGP, do). Use an acquisition function that only needs samples or the latent "
+            "function (qKnowledgeGradient, qLogNoisyExpectedImprovement, UpperConfidenceBound), "
+            "and a ModelList for observations of several models."
         )
 
     def _moments(self) -> tuple[Tensor, Tensor]:

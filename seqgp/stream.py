@@ -110,7 +110,7 @@ class StreamMixin:
             Y: ``n' x m`` observations.
             memory: How much to remember, and what; by default the model's ``memory_options``, 500
                 points by leverage.
-            noise: Noise variances of Gaussian observations, of the shape of ``Y``.
+            noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
@@ -293,7 +293,7 @@ class StreamMixin:
         sites, variance = self.variational_strategy.sites(
             inputs, targets, self.likelihood, **arguments
         )
-        return (sites.beta * variance).reshape(-1, X.shape[-2]).sum(0)
+        return _sum_over_batch(sites.beta * variance)
 
     @torch.no_grad()
     def log_predictive_density(self: Any, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
@@ -318,14 +318,21 @@ class StreamMixin:
         self: Any, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Transformed targets and per-point arguments; raises if anything is wrong with them."""
-        if self.batch_shape or self.variational_strategy.is_conditioned:
-            raise RuntimeError("Only a single model that is not conditioned can be updated.")
+        self.check_not_fantasy()
+        if self.batch_shape:
+            raise RuntimeError("A batch of models cannot be updated, only a single one.")
         check_inputs(X, self.train_inputs[0].shape[-1], "X")
+        if X.dim() != 2:
+            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        if noise is not None and noise.shape != Y.shape:
+            raise ValueError(
+                f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
+            )
         check_Y(X, Y, "X", "Y")
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
                 self.outcome_transform.eval()
-                Y, _ = self.outcome_transform(Y, X=self._transform_train_inputs(X))
+                Y, noise = self.outcome_transform(Y, noise, X=self._transform_train_inputs(X))
             targets = self._to_targets(Y)
             if noise is not None:
                 arguments = {**arguments, "noise": self._to_targets(noise)}
@@ -427,7 +434,7 @@ class StreamMixin:
         X, Y, arguments = self.training_data()
         sites, variance = self.variational_strategy.sites(X, Y, self.likelihood, **arguments)
         sites = Sites(sites.lam, sites.beta.expand_as(sites.lam))
-        return sites, (sites.beta * variance).reshape(-1, self.num_data).sum(0)
+        return sites, _sum_over_batch(sites.beta * variance)
 
     def _fold_all_but(self: Any, kept: Tensor, sites: Sites, discount: float) -> None:
         """Fold what is not kept into the summary."""
@@ -458,6 +465,11 @@ class StreamMixin:
             for name, parameter, constraint in self.named_parameters_and_constraints()
             if not name.endswith("inducing_points")
         }
+
+
+def _sum_over_batch(scores: Tensor) -> Tensor:
+    """``n`` sums of ``... x n`` scores."""
+    return scores.sum(tuple(range(scores.dim() - 1))) if scores.dim() > 1 else scores
 
 
 def _matches(inputs: Tensor, targets: Tensor, X: Tensor, new_targets: Tensor) -> list[int | None]:

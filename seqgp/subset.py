@@ -59,6 +59,9 @@ def select_outputs(model: SequentialGP, idcs: list[int]) -> None:
             select(module, 0)
     for module in model.likelihood.modules():
         select(module, 1)
+        noise = module.__dict__.get("noise")  # of fixed noise, which is neither of the two
+        if isinstance(noise, Tensor) and noise.shape[-2:-1] == (m,):
+            module.noise = noise.index_select(-2, index)
     model.train_targets = model.train_targets.index_select(-2, index)
     model.likelihood_arguments = {
         key: value.index_select(-2, index) if value.shape[-2:-1] == (m,) else value

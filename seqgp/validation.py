@@ -99,8 +99,26 @@ def check_targets(
         ) from None
     if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
         _check_finite(targets, name)
+    for argument, value in kwargs.items():
+        _check_argument(value, argument, targets)
     if targets.numel():
         _check_support(targets, likelihood, name, **kwargs)
+
+
+def _check_argument(value: Any, name: str, targets: Tensor) -> None:
+    """A per-point argument of a likelihood: ``... x n``, and of noise variances, not negative."""
+    if not isinstance(value, Tensor):
+        return
+    n = targets.shape[-1]
+    column = value.shape[-2:] == (n, 1) != (1, 1) and targets.shape[-2:-1] != (n,)
+    if column or (value.dim() and value.shape[-1] not in (1, n)):
+        raise ValueError(
+            f"{name}: expected shape ... x {n}, an element for each observation, got "
+            f"{tuple(value.shape)}."
+        )
+    _check_finite(value, name)
+    if name == "noise" and bool((value < 0).any()):
+        raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:

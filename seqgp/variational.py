@@ -11,6 +11,7 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP
+from gpytorch.settings import min_fixed_noise
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import DiagLinearOperator
 from linear_operator.utils.errors import NotPSDError
@@ -153,6 +154,7 @@ class DualVariationalStrategy(DualState):
         )
         self._observed: _Observed | None = None
         self._correction: _Correction | None = None
+        self.is_fantasy = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._observed = self._correction = None
@@ -500,6 +502,7 @@ class DualVariationalStrategy(DualState):
         """
         fantasy = self._shallow_copy()
         strategy: DualVariationalStrategy = fantasy.variational_strategy
+        strategy.is_fantasy = True
         if fixed_inducing:
             strategy.converge(
                 inputs,
@@ -627,6 +630,9 @@ class DualVariationalStrategy(DualState):
         arguments = {k: v for k, v in arguments.items() if v is not None}
         arguments = arguments_held_by(likelihood, inputs.shape[-2], arguments) | arguments
         check_targets(targets, inputs, likelihood, **arguments)
+        if isinstance(arguments.get("noise"), Tensor):  # as GPyTorch does: not quite zero
+            least = min_fixed_noise.value(inputs.dtype)
+            arguments["noise"] = arguments["noise"].clamp_min(least)
         return Observations(inputs, targets, likelihood, arguments).to(
             lambda tensor: tensor.to(inputs.dtype) if tensor.is_floating_point() else tensor
         )

@@ -9,6 +9,7 @@ import gpytorch
 import pytest
 import torch
 from botorch.fit import fit_gpytorch_mll
+from botorch.models.transforms import Standardize
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     GaussianLikelihood,
@@ -306,7 +307,7 @@ def test_a_failed_update_leaves_no_trace(change: Any, error: Any, message: str |
 def test_conditioned_and_batched_models_are_not_updated() -> None:
     X, Y, _ = make_data("gaussian")
     model = make_model("gaussian", X, Y, X[:8])
-    with pytest.raises(RuntimeError, match="single model"):
+    with pytest.raises(RuntimeError, match="conditioned"):
         model.condition_on_observations(X[:1], Y[:1]).update(X[:1], Y[:1])
 
 
@@ -395,3 +396,61 @@ def test_inducing_points_grow_with_the_domain_and_stay_when_nothing_is_new() -> 
     limited = model.update(X[:20] + 20, Y[:20], inducing="adapt", learn=False)
     assert limited.num_inducing == len(Z)
     assert not torch.equal(Z, model.variational_strategy.inducing_points)
+
+
+def test_noise_is_on_the_scale_of_the_observations() -> None:
+    """Transformed with them, as the constructor does; new observations have the mean noise."""
+    X = torch.rand(12, 2)
+    Y = 7 * torch.sin(5 * X).sum(-1, keepdim=True)
+    noise = torch.full_like(Y, 0.04)
+    model = SequentialGP(X, Y, train_Yvar=noise, outcome_transform=Standardize(1))
+    model.update(X + 1, Y, noise=100 * noise, learn=False)
+    held = model.likelihood_arguments["noise"] * model.outcome_transform.stdvs.square().squeeze(0)
+    torch.testing.assert_close(held[[0, -1]], torch.tensor([0.04, 4.0]))
+    test = torch.rand(3, 2)
+    noisy = model.posterior(test, observation_noise=True).variance
+    torch.testing.assert_close(
+        noisy - model.posterior(test).variance, torch.full((3, 1), 2.02), rtol=1e-6, atol=1e-6
+    )
+    with pytest.raises(ValueError, match="noise: expected the shape of Y"):
+        model.update(X, Y, noise=noise[:3])
+
+
+def test_totals_held_by_the_likelihood() -> None:
+    """Are per-point arguments like any other; a number stands for all points."""
+    X, totals = torch.rand(10, 2), 1.0 + torch.arange(10) % 3
+    model = SequentialGP(X, torch.ones(10, 1), likelihood=BinomialLikelihood(totals))
+    model.update(X, torch.ones(10, 1), learn=False, total_count=totals + 1)
+    assert torch.equal(model.likelihood_arguments["total_count"], torch.cat([totals, totals + 1]))
+    same = SequentialGP(
+        X,
+        torch.ones(10, 1),
+        likelihood=BinomialLikelihood(),
+        likelihood_arguments={"total_count": 3},  # type: ignore[dict-item]
+    )
+    same.forget(X[:2], torch.ones(2, 1), total_count=torch.full((2,), 3.0))
+    assert same.num_data == 8
+    with pytest.raises(ValueError, match=r"total_count: expected shape ... x 10"):
+        SequentialGP(
+            X,
+            torch.ones(10, 1),
+            likelihood=BinomialLikelihood(),
+            likelihood_arguments={"total_count": totals.unsqueeze(-1)},
+        )
+
+
+def test_weights_stay_with_their_observations() -> None:
+    """Also when some are forgotten."""
+    X = torch.rand(40, 2)
+    Y = (X[:, :1] > 0.5).double()
+    model = SequentialGP(X[:20], Y[:20], likelihood=BernoulliLikelihood(), inducing_points=5)
+    model.update(X[20:], Y[20:], learn=False, memory=MemoryOptions(capacity=15))
+    weights = {
+        tuple(x.tolist()): w for x, w in zip(model.memory.inputs, model.memory_weights, strict=True)
+    }
+    assert (model.memory_weights >= 1).all()
+    gone = model.memory.inputs[3:6]
+    model.forget(gone, model.train_targets[3:6].unsqueeze(-1))
+    assert len(model.memory_weights) == model.num_data == 12
+    for x, weight in zip(model.memory.inputs, model.memory_weights, strict=True):
+        assert weights[tuple(x.tolist())] == weight

@@ -173,16 +173,19 @@ def _attach_gradient(step: Callable[[Sites], Sites], solution: Sites) -> Sites:
     def transposed_jacobian(*cotangents: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(again, leaves, cotangents, retain_graph=True)
 
-    return Sites(*_ImplicitGradient.apply(transposed_jacobian, *target))
+    return Sites(*_ImplicitGradient.apply(transposed_jacobian, solution, *target))
 
 
 class _ImplicitGradient(torch.autograd.Function):
-    """Identity, whose backward solves ``v = g + F_s^T v``."""
+    """The solution ``s = F(s)``, with the graph of ``F``; backward solves ``v = g + F_s^T v``."""
 
     @staticmethod
-    def forward(ctx: Any, transposed_jacobian: Any, lam: Tensor, beta: Tensor) -> Any:
+    def forward(
+        ctx: Any, transposed_jacobian: Any, solution: Sites, lam: Tensor, beta: Tensor
+    ) -> Any:
         ctx.transposed_jacobian = transposed_jacobian
-        return lam.clone(), beta.clone()
+        # Not F's value, which need not have a posterior if the iteration was stopped early.
+        return solution.lam.expand_as(lam).clone(), solution.beta.expand_as(beta).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -197,4 +200,4 @@ class _ImplicitGradient(torch.autograd.Function):
                 rho /= 2
             previous = size
             v = [u + rho * r for u, r in zip(v, residuals, strict=True)]
-        return None, *v
+        return None, None, *v

@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
 from botorch.sampling import SobolQMCNormalSampler
+from gpytorch.likelihoods import StudentTLikelihood
 from scipy import integrate, optimize, stats
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqgp import SequentialGP
+from seqgp import DualELBO, SequentialGP
 from tests.botorch.helpers import assert_same, data, observe, pair, totals
 from tests.helpers import (
     CASES,
@@ -351,3 +353,58 @@ def exact_by_integration(mean: np.ndarray, cov: np.ndarray) -> float:
 
     spread = 10 * cov[0, 0] ** 0.5
     return integrate.quad(integrand, mean[0] - spread, mean[0] + spread, epsabs=1e-10)[0]
+
+
+@pytest.mark.parametrize("fixed_inducing", [False, True])
+def test_a_fantasy_learns_nothing_but_by_conditioning(fixed_inducing: bool) -> None:
+    """It does not hold the data that it was conditioned on as training data."""
+    model, x = data("gaussian").model(), make_inputs(3, 2)
+    fantasy = model.condition_on_observations(x, 5 + x[:, :1], fixed_inducing=fixed_inducing)
+    for action in (
+        fantasy.refresh,
+        lambda: fantasy.update(x, x[:, :1]),
+        lambda: fit_gpytorch_mll(DualELBO(fantasy.likelihood, fantasy)),
+    ):
+        with pytest.raises(RuntimeError, match="conditioned"):
+            action()
+    again = fantasy.condition_on_observations(x, x[:, :1], fixed_inducing=fixed_inducing)
+    assert (again.posterior(x).mean < fantasy.posterior(x).mean).all()
+
+
+@pytest.mark.parametrize("fixed_inducing", [False, True])
+def test_converting_a_fantasy_leaves_its_parent_alone(fixed_inducing: bool) -> None:
+    model, x = data("bernoulli").model(), make_inputs(3, 2)
+    before = model.posterior(x).mean
+    fantasy = model.condition_on_observations(x, torch.ones(3, 1), fixed_inducing=fixed_inducing)
+    expected = fantasy.posterior(x).mean
+    single = fantasy.float().posterior(x.float()).mean
+    assert single.dtype == torch.float32
+    assert_close(single, expected, 1e-4)
+    assert torch.equal(model.posterior(x).mean, before)
+
+
+def test_noise_variances_are_not_negative_and_may_be_zero() -> None:
+    model, x = SequentialGP(data("gaussian").X, data("gaussian").Y), make_inputs(3, 2)
+    with pytest.raises(ValueError, match="noise: expected variances, got -1"):
+        model.condition_on_observations(x, x[:, :1], noise=-torch.ones(3, 1))
+    exactly = model.condition_on_observations(x, x[:, :1], noise=torch.zeros(3, 1))
+    assert_close(exactly.posterior(x).mean, x[:, :1], 1e-3)
+    interpolated = SequentialGP(x, x[:, :1], train_Yvar=torch.zeros(3, 1))
+    assert_close(interpolated.posterior(x).mean, x[:, :1], 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
+@pytest.mark.parametrize("q", [1, 8])
+def test_no_nan_however_far_an_outlier_is(q: int) -> None:
+    """A hundred standard deviations: sites may stop short, and say so, but are a posterior's."""
+    X = make_inputs(30, 2)
+    likelihood = StudentTLikelihood()
+    likelihood.noise = 1e-4
+    with torch.no_grad():
+        model = SequentialGP(X, torch.sin(5 * X).sum(-1, keepdim=True), likelihood=likelihood)
+    x = make_inputs(100, q, 2)
+    noise = torch.randn(100, q, 1, generator=torch.Generator().manual_seed(0))
+    y = torch.sin(5 * x).sum(-1, keepdim=True) + noise
+    posterior = model.condition_on_observations(x, y).posterior(X[:4])
+    assert posterior.mean.isfinite().all()
+    assert (posterior.variance > 0).all()

@@ -12,13 +12,14 @@ from botorch.models.transforms import Normalize, Warp
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from botorch.optim.closures import get_loss_closure_with_grads
 from botorch.optim.utils import get_parameters
-from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, StudentTLikelihood
 from gpytorch.means import ConstantMean
 from gpytorch.mlls import ExactMarginalLogLikelihood, PredictiveLogLikelihood, VariationalELBO
 from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
 from seqgp.fit import FULL_BATCH_LIMIT
+from seqgp.memory import MemoryOptions
 from tests.botorch.helpers import assert_same, data, gaussian_likelihood, observe, pair
 from tests.helpers import (
     CASES,
@@ -360,3 +361,25 @@ def test_statistics_are_frozen_while_fitting() -> None:
     bounds = model.input_transform.bounds.clone()
     fit_gpytorch_mll(DualELBO(model.likelihood, model), batch_size=5, epochs=2)
     assert torch.equal(model.input_transform.bounds, bounds)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])
+def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
+    """Data without noise: on its way to zero the scale meets the end of its support."""
+    X = make_inputs(30, 2)
+    Y = torch.sin(5 * X).sum(-1, keepdim=True)
+    model = SequentialGP(X, Y, likelihood=likelihood())
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    assert model.likelihood.noise < 0.05
+    assert (model.posterior(X).mean - Y).abs().max() < 0.4
+
+
+def test_a_model_without_data_of_its_own() -> None:
+    """All of them folded: hyperparameters are fitted to the summary."""
+    X = make_inputs(30, 2)
+    model = SequentialGP(X, (X[:, :1] > 0.5).double(), likelihood=BernoulliLikelihood())
+    model.update(X[:5], torch.ones(5, 1), memory=MemoryOptions(policy="none"), learn=False)
+    assert model.memory.leverage.shape == (0,)
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    assert model.posterior(X).mean.isfinite().all()

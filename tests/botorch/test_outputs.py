@@ -329,3 +329,55 @@ def test_list_is_fitted() -> None:
     assert not fit_gpytorch_mll(mll).training
     for model, old in zip(models, before, strict=True):
         assert not torch.equal(model.covar_module.lengthscale, old)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2), (5, 3, 2), (4, 1, 2, 2)])
+def test_joint_covariance_of_outputs_with_their_own_lengthscales(shape: tuple[int, ...]) -> None:
+    """Batches of inputs, also as many points as outputs, whose dimensions could be confused."""
+    X = make_inputs(12, 2)
+    Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
+    models: list[Any] = [SequentialGP(X, Y), SingleTaskGP(X, Y, outcome_transform=None)]
+    for model in models:
+        model.covar_module.lengthscale = torch.tensor([[[0.2, 0.3]], [[1.5, 0.9]]])
+        model.likelihood.noise = torch.tensor([[0.1], [0.2]])
+        model.mean_module.constant.data.zero_()
+    models[0].refresh()
+    test = make_inputs(*shape)
+    transform = ScalarizedPosteriorTransform(torch.tensor([1.0, 2.0]))
+    ours, exact = (model.posterior(test) for model in models)
+    assert_close(ours.distribution.covariance_matrix, exact.distribution.covariance_matrix, 1e-5)
+    ours, exact = (model.posterior(test, posterior_transform=transform) for model in models)
+    assert_close(ours.mean, exact.mean, 1e-5)
+    assert_close(ours.distribution.covariance_matrix, exact.distribution.covariance_matrix, 1e-5)
+
+
+def test_slices_of_a_batch_of_models() -> None:
+    X = make_inputs(3, 10, 2)
+    model = SequentialGP(X, torch.sin(6 * X).sum(-1, keepdim=True))
+    model.covar_module.lengthscale = torch.tensor([[0.2, 0.3], [1.5, 0.9], [0.5, 0.5]]).unsqueeze(1)
+    model.refresh()
+    posterior = model.posterior(make_inputs(4, 1, 5, 2)).distribution
+    lazy, dense = posterior.lazy_covariance_matrix, posterior.covariance_matrix
+    assert_close(lazy[0].to_dense(), dense[0], 1e-12)
+    assert_close(lazy[..., 1:3, :2].to_dense(), dense[..., 1:3, :2], 1e-12)
+
+
+def test_each_output_has_its_own_fixed_noise() -> None:
+    X, test = make_inputs(12, 2), make_inputs(4, 2)
+    Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
+    noise = torch.tensor([0.01, 4.0]).expand_as(Y)
+    ours, exact = (
+        SequentialGP(X, Y, train_Yvar=noise),
+        SingleTaskGP(X, Y, train_Yvar=noise, outcome_transform=None),
+    )
+    for indices in ([0, 1], [1, 0]):
+        options: dict[str, Any] = {"output_indices": indices, "observation_noise": True}
+        a, b = ours.posterior(test, **options), exact.posterior(test, **options)
+        assert_close(a.variance, b.variance, 1e-5)
+    second = ours.subset_output([1])
+    both = ours.posterior(test, observation_noise=True).variance
+    assert_close(second.posterior(test, observation_noise=True).variance, both[:, 1:], 1e-10)
+    conditioned = second.condition_on_observations(test, torch.zeros(4, 1))
+    assert conditioned.posterior(X).mean.shape == (12, 1)
+    sampler = SobolQMCNormalSampler(torch.Size([3]))
+    assert second.fantasize(test.unsqueeze(1), sampler).posterior(X).mean.shape == (3, 4, 12, 1)

@@ -602,14 +602,22 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             noise = self._to_targets(Yvar)
             self.likelihood_arguments["noise"] = self.likelihood.noise_covar.noise = noise
 
+    def _unshare(self) -> None:
+        """Copies of what a fantasy shares with its parent, before they are converted."""
+        strategy, likelihood = self.variational_strategy, self.likelihood
+        for name, module in self._modules.items():
+            if module is not strategy:
+                self._modules[name] = copy.deepcopy(module)
+        for name, parameter in strategy._parameters.items():
+            strategy._parameters[name] = copy.deepcopy(parameter)
+        strategy.replace_likelihood(likelihood, self.likelihood)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
-        if self.variational_strategy.is_fantasy:  # parameters that it shares are not its to convert
-            strategy = self.variational_strategy
-            for name, module in self._modules.items():
-                if module is not strategy:
-                    self._modules[name] = copy.deepcopy(module)
-            for name, parameter in strategy._parameters.items():
-                strategy._parameters[name] = copy.deepcopy(parameter)
+        probe = self.train_targets.detach()[..., :0]
+        converted = fn(probe)
+        converts = converted.dtype != probe.dtype or converted.device != probe.device
+        if converts and self.variational_strategy.is_fantasy:
+            self._unshare()
         self.train_inputs = (fn(self.train_inputs[0]),)
         self.train_targets = fn(self.train_targets)
         self.memory_weights = fn(self.memory_weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -702,6 +703,12 @@ class DualVariationalStrategy(DualState):
         )
         self._observed = _Observed(data, conditioned.sites, prior_mean.clone())
         self._correction = _Correction(state, conditioned, explained_A)
+
+    def replace_likelihood(self, old: Likelihood, new: Likelihood) -> None:
+        """Let observations that came with one likelihood have another, a copy of it."""
+        if self._observed is not None and self._observed.data.likelihood is old:
+            data = replace(self._observed.data, likelihood=new)
+            self._observed = self._observed._replace(data=data)
 
     def _make_correction(self, state: State) -> _Correction | None:
         """The effect of the observed points on predictions with ``state``, made anew if needed."""

@@ -377,8 +377,13 @@ def test_converting_a_fantasy_leaves_its_parent_alone(fixed_inducing: bool) -> N
     before = model.posterior(x).mean
     fantasy = model.condition_on_observations(x, torch.ones(3, 1), fixed_inducing=fixed_inducing)
     expected = fantasy.posterior(x).mean
+    assert fantasy.double().likelihood is model.likelihood  # nothing to convert
     single = fantasy.float().posterior(x.float()).mean
     assert single.dtype == torch.float32
+    again = fantasy.condition_on_observations(
+        x.float(), torch.zeros(3, 1), fixed_inducing=fixed_inducing
+    )
+    assert (again.posterior(x.float()).mean < single).all()
     assert_close(single, expected, 1e-4)
     assert torch.equal(model.posterior(x).mean, before)
 

@@ -242,8 +242,8 @@ class StreamMixin:
 
         Observations in the memory are removed exactly. Others are taken out of the summary with
         the sites that they have under the present posterior: exact for Gaussian observations if
-        hyperparameters and inducing points are those that they were folded with, and for others if
-        nothing has been learnt since.
+        hyperparameters and inducing points are those that they were folded with, an approximation
+        for all others, since what was folded with or after them keeps the sites that it had.
 
         Args:
             X: ``n' x d`` inputs.

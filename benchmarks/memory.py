@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import resource
@@ -55,10 +56,8 @@ def _measure(name: str, arguments: dict[str, Any]) -> dict[str, float]:
 
 def _forget_peak() -> None:
     """Let the high-water mark start from here: preparations may have taken more (Linux only)."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _resident(field: str) -> int:

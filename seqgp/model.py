@@ -37,7 +37,7 @@ from linear_operator.operators import BlockDiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual import Sites
-from seqgp.dual.sites import has_one_latent, is_conjugate
+from seqgp.dual.sites import has_closed_form, has_one_latent, is_conjugate
 from seqgp.fit import fit
 from seqgp.memory import MemoryOptions
 from seqgp.observations import arguments_held_by
@@ -163,7 +163,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             module_shape = torch.Size([*batch_shape, 1])
         check_targets(Y, X.unsqueeze(-3) if m > 1 else X, likelihood, name="train_Y", **arguments)
         if covar_module is None:
-            if is_conjugate(likelihood):
+            if has_closed_form(likelihood):  # which no missing target is
                 validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
             covar_module = get_covar_module_with_dim_scaled_prior(
                 ard_num_dims=X.shape[-1], batch_shape=module_shape

@@ -11,6 +11,7 @@ from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     BetaLikelihood,
+    GaussianLikelihoodWithMissingObs,
     PoissonLikelihood,
     SoftmaxLikelihood,
 )
@@ -360,3 +361,21 @@ def test_bad_arguments(case: str) -> None:
 def test_bad_noise_of_observations() -> None:
     with pytest.raises(ValueError, match="noise variances are for Gaussian likelihoods"):
         data("poisson").model().posterior(make_inputs(3, 2), observation_noise=torch.ones(3, 1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_missing_targets() -> None:
+    """Without weight: the model of all the others."""
+    X = make_inputs(12, 2)
+    Y = torch.sin(5 * X).sum(-1, keepdim=True)
+    seen = torch.arange(12) % 3 > 0
+    some = SequentialGP(
+        X,
+        Y.masked_fill(~seen.unsqueeze(-1), torch.nan),
+        likelihood=GaussianLikelihoodWithMissingObs(),
+        inducing_points=X,
+    )
+    rest = SequentialGP(
+        X[seen], Y[seen], likelihood=GaussianLikelihoodWithMissingObs(), inducing_points=X
+    )
+    assert_same(*(model.posterior(make_inputs(5, 2)) for model in (some, rest)))

@@ -107,7 +107,7 @@ def _fit_full_batch(
     }
     bar = progress_bar(desc="fit", unit=" evaluations", disable=not progress)
 
-    sites, worst = None, 1e3
+    sites, worst = None, None
 
     def dual_loss() -> Tensor:
         nonlocal sites
@@ -116,11 +116,13 @@ def _fit_full_batch(
         try:
             bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
         except (ValueError, FloatingPointError, NanError, NotPSDError):
+            if worst is None:  # not because of a step of the optimiser
+                raise
             # Hyperparameters without a posterior, a scale of zero say: the line search turns back.
             sites = None
             return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
         value = -mll.with_priors(bound, max(model.num_data, 1)).sum()
-        worst = max(worst, 2 * abs(value.item()) + 1)
+        worst = max(worst or 1e3, 2 * abs(value.item()) + 1)
         return value
 
     def loss() -> Tensor:

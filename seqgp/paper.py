@@ -77,9 +77,10 @@ def paper_step(
     if num_old:
         weights[:num_old] = model.num_seen / num_old
     steps = steps if learn and parameters else 0
-    adam = torch.optim.Adam(list(parameters.values()) or [tied.lam], lr=learning_rate)
     training = model.training
     model.train()
+    if steps:
+        adam = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
     for _ in range(steps):
         adam.zero_grad()
         bound, _ = weighted_bound(model, tied, weights)

@@ -321,7 +321,7 @@ class DualVariationalStrategy(DualState):
         past_noise = summary_noise(likelihood)
         if has_closed_form(likelihood) and weights is None and summary_weight == 1 and not hold:
             # Collapsed: the best q is known as a function of the hyperparameters.
-            residual = targets - batch.prior_mean
+            residual = data.targets - batch.prior_mean
             noise = observation_noise(likelihood, len(data), **arguments)
             site = Sites(residual / noise, noise.reciprocal())
             duals = tie(batch.A, site) if base is None else add(tie(batch.A, site), base)

@@ -143,7 +143,8 @@ def natural_gradient_step(
         duals, batches, base, weight, latent_dims, min_precision
     )
     new = target if rho == 1.0 else interpolate(duals, target, rho)
-    while min_precision is None and not has_posterior(new):
+    smallest = rho * 2.0**-16
+    while min_precision is None and rho > smallest and not has_posterior(new):
         rho /= 2
         new = interpolate(duals, target, rho)
     return new, bound

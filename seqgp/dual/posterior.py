@@ -52,7 +52,7 @@ def factorise(duals: Duals, strict: bool = False) -> Factors:
 def has_posterior(duals: Duals) -> bool:
     """Whether ``W`` is positive definite, for every member of the batch."""
     eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
-    return not bool(torch.linalg.cholesky_ex(duals.B + eye).info.any())
+    return not bool(scaled_cholesky(duals.B + eye, strict=True).isnan().any())
 
 
 def posterior_mean(A: Tensor, factors: Factors) -> Tensor:

@@ -383,3 +383,11 @@ def test_a_model_without_data_of_its_own() -> None:
     assert model.memory.leverage.shape == (0,)
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
     assert model.posterior(X).mean.isfinite().all()
+
+
+def test_an_error_that_is_none_of_the_optimisers_is_raised() -> None:
+    """Only what a step leads to is overcome: not targets that the likelihood cannot have."""
+    model = data("bernoulli").model()
+    model.train_targets = model.train_targets - 1
+    with pytest.raises(ValueError, match="labels must be 0 or 1"):
+        fit_gpytorch_mll(DualELBO(model.likelihood, model))

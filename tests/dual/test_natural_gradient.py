@@ -27,8 +27,10 @@ from tests.helpers import (
     Problem,
     assert_close,
     assert_same_posterior,
+    assert_untouched,
     dense_prior,
     problem,
+    state_of,
     with_same_expectations,
 )
 
@@ -320,3 +322,18 @@ def test_separable_classes() -> None:
     info = model.variational_strategy.converge(x, (x.squeeze(-1) > 0).double(), max_steps=300)
     assert info.converged
     assert (model(x).mean.sign() == x.squeeze(-1).sign()).all()
+
+
+def test_a_step_towards_nothing_ends() -> None:
+    """Sites of NaN: no step however short leads to a posterior, and the state stays as it was."""
+
+    class Broken(gpytorch.likelihoods.StudentTLikelihood):
+        def expected_log_prob(self, target: Tensor, dist: object, **kwargs: object) -> Tensor:
+            return torch.nan * (dist.mean + dist.variance)  # type: ignore[attr-defined]
+
+    data = problem("student_t")
+    model = data.model()
+    before = state_of(model)
+    with pytest.raises(FloatingPointError, match="nothing has been changed"):
+        model.variational_strategy.natural_gradient_step(data.x, data.y, Broken())
+    assert_untouched(model, before)

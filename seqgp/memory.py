@@ -18,11 +18,14 @@ Policy = Callable[[Tensor, int, torch.Generator], Tensor]
 
 def by_leverage(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Draw without replacement, with probabilities proportional to the leverage scores."""
-    weights = leverage.detach().to(device="cpu", dtype=torch.float64)
-    # A score of zero (a point that taught nothing) may still fill an empty place.
-    weights = weights.clamp_min(weights.max() * 1e-12 + torch.finfo(torch.float64).tiny)
+    weights = _positive(leverage.detach().to(device="cpu", dtype=torch.float64))
     drawn = torch.multinomial(weights, size, replacement=False, generator=generator)
     return drawn.sort().values.to(leverage.device)
+
+
+def _positive(leverage: Tensor) -> Tensor:
+    """Scores of zero, of points that taught nothing, may still fill an empty place."""
+    return leverage.clamp_min(leverage.max() * 1e-12 + torch.finfo(leverage.dtype).tiny)
 
 
 def at_random(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
@@ -89,13 +92,14 @@ class MemoryOptions:
         """
         if self.policy != "leverage":
             return torch.full_like(leverage, size / len(leverage))
-        share = leverage / leverage.mean().clamp_min(torch.finfo(leverage.dtype).tiny)
+        share = _positive(leverage.double())
+        share = share / share.mean()
         low, high = -40.0, 40.0  # log t
         for _ in range(60):
             middle = 0.5 * (low + high)
             total = float(-torch.expm1(-math.exp(middle) * share).sum())
             low, high = (middle, high) if total < size else (low, middle)
-        return -torch.expm1(-math.exp(high) * share)
+        return -torch.expm1(-math.exp(high) * share).to(leverage)
 
     def choose(self, leverage: Tensor, num_new: int, update: int) -> Tensor:
         """Indices of the observations to keep.

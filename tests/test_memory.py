@@ -87,3 +87,15 @@ def test_inverse_inclusion_probabilities_make_sums_unbiased(memory: MemoryOption
         estimates.append(float((weights * values)[kept].sum()))
     mean = sum(estimates) / len(estimates)
     assert mean == pytest.approx(float(values.sum()), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_are_moderate_where_leverage_is_zero(dtype: torch.dtype) -> None:
+    """Points that taught nothing but fill an empty place stand for a few others, not for all."""
+    leverage = torch.zeros(20, dtype=dtype)
+    leverage[:5] = 1.0
+    inclusion = MemoryOptions(capacity=10).inclusion_of(leverage, 20)
+    torch.testing.assert_close(inclusion.sum(), torch.tensor(10.0, dtype=dtype))
+    assert (1 / inclusion).max() < 4
+    nothing = MemoryOptions(capacity=10).inclusion_of(torch.zeros(20, dtype=dtype), 20)
+    torch.testing.assert_close(nothing, torch.full((20,), 0.5, dtype=dtype))

@@ -87,6 +87,7 @@ class StreamMixin:
         mode: str = "pseudo-likelihood",
         optimizer: str = "lbfgs",
         steps: int | None = None,
+        tol: float = 0.01,
         learning_rate: float = 0.01,
         inducing: str = "learn",
         max_inducing: int | None = None,
@@ -113,6 +114,7 @@ class StreamMixin:
                 ``optimizer`` is part. A stream is learnt in one mode.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats.
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
@@ -162,7 +164,7 @@ class StreamMixin:
             else:
                 taken = 0
                 if learn:
-                    taken = self._learn(optimizer, steps, learning_rate, learns_Z, stands_for)
+                    taken = self._learn(optimizer, steps, tol, learning_rate, learns_Z, stands_for)
                 self.refresh()
             sites, leverage = self._sites_and_leverage()
             kept = memory.choose(leverage, num_new, self.num_updates)
@@ -365,6 +367,7 @@ class StreamMixin:
         self: Any,
         optimizer: str,
         steps: int,
+        tol: float,
         learning_rate: float,
         learn_inducing: bool,
         stands_for: Tensor | None,
@@ -384,8 +387,8 @@ class StreamMixin:
             nonlocal sites, taken
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-            tol = 1e-3 if optimizer == "adam" else 1e-5
-            bound, sites = self.bound(sites, tol, stands_for)
+            site_tol = 1e-3 if optimizer == "adam" else 1e-5
+            bound, sites = self.bound(sites, site_tol, stands_for)
             return -mll.with_priors(bound, 1).sum()
 
         training = self.training
@@ -398,8 +401,11 @@ class StreamMixin:
                 adam.step()
                 clamp_to_bounds(parameters, bounds)
         else:
+            with torch.no_grad():
+                size = abs(float(loss()))
             closure = ForwardBackwardClosure(loss, parameters)
-            scipy_minimize(closure, parameters, bounds, options={"maxiter": steps})
+            options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the objective
+            scipy_minimize(closure, parameters, bounds, options=options)
         self.train(training)
         return taken
 

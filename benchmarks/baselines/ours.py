@@ -40,7 +40,14 @@ def paper(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
 
 def offline(stream: Stream, ard: bool = False) -> Callable[[Tensor], Latent]:
     """All data at once: what streaming is to equal."""
-    X, Y = stream.everything
+    model = fitted_to(stream, *stream.everything, ard=ard)
+    return lambda inputs: _latent(model, inputs)
+
+
+def fitted_to(
+    stream: Stream, X: Tensor, Y: Tensor, ard: bool = False, learn_inducing_points: bool = True
+) -> SequentialGP:
+    """A model with the hyperparameters that are best for some data."""
     model = SequentialGP(
         X,
         Y,
@@ -48,9 +55,10 @@ def offline(stream: Stream, ard: bool = False) -> Callable[[Tensor], Latent]:
         covar_module=stream.kernel(ard),
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
+        learn_inducing_points=learn_inducing_points,
     )
     fit_gpytorch_mll(DualELBO(model.likelihood, model), starts=1, epochs=50)
-    return lambda inputs: _latent(model, inputs)
+    return model
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from botorch.optim.closures import ForwardBackwardClosure
@@ -34,7 +35,6 @@ from torch import Tensor
 from benchmarks.streams import Latent, Stream
 from seqgp.dual import Batch, Duals, converge, expectations, expected_log_prob, factorise
 from seqgp.dual.linalg import scaled_cholesky
-from seqgp.inducing import choose_inducing_points
 
 #: Relative to the kernel's variance.
 JITTER = 1e-6
@@ -51,9 +51,10 @@ class Bui:
         iterations: Of L-BFGS, for each piece.
         placement: Where the inducing points start for each piece: ``"old"``, where they are;
             ``"mixed"``, 70 % of them there and the others at random new inputs, as in the authors'
-            own experiments; ``"greedy"``, those of old points and new inputs that explain most.
+            own experiments.
         learn: Whether hyperparameters and inducing points are learnt, or only ``q(b)``.
-        natural: Whether ``q(b)`` starts from natural-gradient steps.
+        natural: Whether ``q(b)``, if it is not known in closed form, begins and ends with
+            natural-gradient steps; without, there is only L-BFGS, as published.
         seed: For mixed points.
     """
 
@@ -61,13 +62,13 @@ class Bui:
         self,
         stream: Stream,
         iterations: int = 100,
-        placement: str = "old",
+        placement: str = "mixed",
         learn: bool = True,
         natural: bool = True,
         seed: int = 0,
-        optimizer: str = "lbfgs",
     ) -> None:
-        self.optimizer = optimizer
+        if placement not in ("old", "mixed"):
+            raise ValueError(f"placement: expected old or mixed, got {placement!r}.")
         self.kernel, self.likelihood = stream.kernel(), stream.likelihood()
         self.iterations, self.placement = iterations, placement
         self.learns, self.natural = learn, natural
@@ -86,9 +87,9 @@ class Bui:
 
     def learn(self, X: Tensor, y: Tensor) -> None:
         """One piece of data, ``n x d`` and ``n``."""
-        if self.learns:
+        if self.learns and self.placement == "mixed":
             self._place(X)
-        self._start(X, y, self.natural)
+        self._start(X, y)
         parameters = {}
         if self.learns:
             parameters["Z"] = self.Z
@@ -96,7 +97,7 @@ class Bui:
             parameters |= {f"noise.{name}": p for name, p in self.likelihood.named_parameters()}
         if not self.collapsed:
             parameters |= {"mean": self.mean, "root": self.root}
-        if parameters:
+        if parameters and self.iterations:
             self._maximise(X, y, parameters)
         self._keep(X, y)
 
@@ -155,26 +156,21 @@ class Bui:
 
     @torch.no_grad()
     def _place(self, X: Tensor) -> None:
-        """Inducing points for a new piece."""
+        """Some of the inducing points go to new inputs."""
         m = len(self.Z)
-        if self.placement == "mixed":
-            new = X[torch.randperm(len(X), generator=self.generator)[: m - int(SHARE_OF_OLD * m)]]
-            old = torch.randperm(m, generator=self.generator)[: m - len(new)]
-            self.Z.copy_(torch.cat([self.Z[old], new]))
-        elif self.placement == "greedy":
-            self.Z.copy_(_greedy(self.Z, X, self.kernel))
-        elif self.placement == "swap":
-            self.Z.copy_(choose_inducing_points(self.Z.detach(), X, self.kernel, m))
+        new = X[torch.randperm(len(X), generator=self.generator)[: m - int(SHARE_OF_OLD * m)]]
+        old = torch.randperm(m, generator=self.generator)[: m - len(new)]
+        self.Z.copy_(torch.cat([self.Z[old], new]))
 
     @torch.no_grad()
-    def _start(self, X: Tensor, y: Tensor, natural: bool) -> None:
+    def _start(self, X: Tensor, y: Tensor) -> None:
         """``q(b)`` as the past alone has it, or as it is best at these hyperparameters."""
         if self.collapsed:
             return
         L, A, unexplained = self._whitened(X)
         past = self._past(L)
         duals = past
-        if natural:
+        if self.natural:
             duals = self._natural_gradient(past, past, A, unexplained, y)
         R, mean = factorise(duals)
         covariance = torch.cholesky_inverse(R)
@@ -208,19 +204,13 @@ class Bui:
                 value = -self.bound(X, y)
             except (NanError, NotPSDError, ValueError, FloatingPointError):
                 value = worst * float("nan")
-            if not math.isfinite(value):  # the line search turns back
+            if not math.isfinite(value.detach()):  # the line search turns back
                 return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
             worst = torch.maximum(worst, (value.detach().abs() + 1) * 2)
             return value
 
         closure = ForwardBackwardClosure(loss, parameters)
-        if self.optimizer == "adam":
-            adam = torch.optim.Adam(list(parameters.values()), lr=0.01)
-            for _ in range(self.iterations):
-                closure()
-                adam.step()
-        else:
-            scipy_minimize(closure, parameters, options={"maxiter": self.iterations})
+        scipy_minimize(closure, parameters, options={"maxiter": self.iterations})
         with torch.no_grad():
             last = loss()
             if not (math.isfinite(last) and last <= first):
@@ -238,28 +228,24 @@ class Bui:
         else:
             W = torch.cholesky_inverse(self.root.tril())
             eye = torch.eye(len(W), dtype=W.dtype)
-            start = Duals(W @ self.mean, W - eye)
-            duals = self._natural_gradient(start, past, A, unexplained, y)
+            duals = Duals(W @ self.mean, W - eye)
+            if self.natural:
+                duals = self._natural_gradient(duals, past, A, unexplained, y)
         inverse = torch.linalg.inv(L)
         H = inverse.mT @ duals.B @ inverse
         self.H, self.e = 0.5 * (H + H.mT), inverse.mT @ duals.lam
         self.old_Z = self.Z.detach().clone()
 
 
-def _greedy(Z: Tensor, X: Tensor, kernel: object) -> Tensor:
-    """Pivoted Cholesky of old points and new inputs."""
-    from botorch.models.utils.inducing_point_allocators import GreedyVarianceReduction
-
-    both = torch.cat([Z.detach(), X])
-    chosen = GreedyVarianceReduction().allocate_inducing_points(both, kernel, len(Z), torch.Size())
-    if len(chosen) < len(Z):
-        chosen = torch.cat([chosen, Z[: len(Z) - len(chosen)]])
-    return chosen
-
-
-def bui(stream: Stream, iterations: int = 100, **options: object) -> Callable[[Tensor], Latent]:
-    """Trained on a stream."""
-    model = Bui(stream, iterations, **options)
+def steps(stream: Stream, **options: Any) -> Iterator[Bui]:
+    """The model after each piece; options as for `Bui`."""
+    model = Bui(stream, **options)
     for X, Y in stream.pieces:
         model.learn(X, Y.squeeze(-1))
+        yield model
+
+
+def bui(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
+    """Trained on a stream; options as for `Bui`."""
+    *_, model = steps(stream, **options)
     return model.predict

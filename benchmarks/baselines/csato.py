@@ -21,7 +21,7 @@ Hyperparameters are fixed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -146,10 +146,24 @@ def _bordered(matrix: Array) -> Array:
     return result
 
 
-def csato(stream: Stream) -> Callable[[Tensor], Latent]:
-    """Trained on a stream; hyperparameters as offline learning of the first piece has them."""
-    first = fitted_to(stream, *stream.pieces[0])
-    model = Csato(first.covar_module, first.likelihood, len(stream.Z))
+def steps(stream: Stream, learn: bool = True) -> Iterator[Csato]:
+    """The model after each piece.
+
+    Args:
+        stream: The data.
+        learn: Whether hyperparameters are those that offline learning of the first piece finds.
+    """
+    kernel, likelihood = stream.kernel(), stream.likelihood()
+    if learn:
+        first = fitted_to(stream, *stream.pieces[0])
+        kernel, likelihood = first.covar_module, first.likelihood
+    model = Csato(kernel, likelihood, len(stream.Z))
     for X, Y in stream.pieces:
         model.learn(X, Y.squeeze(-1))
+        yield model
+
+
+def csato(stream: Stream, learn: bool = True) -> Callable[[Tensor], Latent]:
+    """Trained on a stream."""
+    *_, model = steps(stream, learn)
     return model.predict

@@ -20,7 +20,7 @@ Unlike in a variational update, the variance that inducing points leave unexplai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -151,9 +151,14 @@ def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor) -> tuple[Tensor, 
     return slope.detach(), (-second).clamp_min(1e-10)
 
 
-def ovc(stream: Stream) -> Callable[[Tensor], Latent]:
-    """Trained on a stream: fitted to the first piece, conditioned on the others."""
-    first = fitted_to(stream, *stream.pieces[0])
+def steps(stream: Stream, learn: bool = True) -> Iterator[OVC]:
+    """The model after each piece: a variational GP of the first, conditioned on the others.
+
+    Args:
+        stream: The data.
+        learn: Whether that variational GP learns hyperparameters and inducing points.
+    """
+    first = fitted_to(stream, *stream.pieces[0], learn=learn)
     strategy = first.variational_strategy
     model = OVC(
         strategy.inducing_points,
@@ -161,6 +166,13 @@ def ovc(stream: Stream) -> Callable[[Tensor], Latent]:
         first.likelihood,
         Duals(*(part.detach() for part in strategy.duals)),
     )
+    yield model
     for X, Y in stream.pieces[1:]:
         model.condition(X, Y.squeeze(-1))
+        yield model
+
+
+def ovc(stream: Stream, learn: bool = True) -> Callable[[Tensor], Latent]:
+    """Trained on a stream."""
+    *_, model = steps(stream, learn)
     return model.predict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import gpytorch
@@ -12,6 +13,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from gpytorch.means import ZeroMean
+from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 from scipy.integrate import quad
 from scipy.optimize import minimize
@@ -20,12 +22,14 @@ from torch import Tensor
 
 from benchmarks.baselines.bui import JITTER, Bui, bui
 from benchmarks.baselines.csato import Csato, csato, slopes
-from benchmarks.baselines.ours import fitted_to
+from benchmarks.baselines.ours import fitted_to, offline
 from benchmarks.baselines.ovc import OVC, laplace, ovc
+from benchmarks.baselines.refit import steps as refit_steps
 from benchmarks.streams import Latent, Stream, fold_of, score
 from seqgp import SequentialGP
 from seqgp.dual import factorise
 from seqgp.dual.sites import conditional_log_prob
+from seqgp.memory import MemoryOptions
 from tests.helpers import assert_close, latent, make_inputs
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -168,6 +172,71 @@ def test_bui_learns(regression: bool) -> None:
     assert all(map(math.isfinite, result.values()))
 
 
+@torch.no_grad()
+def test_bui_sends_some_inducing_points_to_new_inputs() -> None:
+    data = stream()
+    model = Bui(data)
+    before = model.Z.clone()
+    x, _ = data.pieces[1]
+    model._place(x)
+    from_old = (model.Z[:, None] == before).all(-1).any(-1)
+    from_new = (model.Z[:, None] == x).all(-1).any(-1)
+    assert (from_old ^ from_new).all()
+    assert int(from_old.sum()) == 3  # 70 % of 5, rounded down
+    assert len(model.Z.unique(dim=0)) == len(model.Z)
+    with pytest.raises(ValueError, match="placement"):
+        Bui(data, placement="elsewhere")
+
+
+def test_bui_keeps_a_proper_summary() -> None:
+    """``H`` of a classification stream has no negative eigenvalue: no variance is unbounded."""
+    data = stream(regression=False)
+    model = Bui(data, iterations=5)
+    for x, y in data.pieces:
+        model.learn(x, y.squeeze(-1))
+        eigenvalues = torch.linalg.eigvalsh(model.H)
+        assert eigenvalues.min() > -1e-9 * eigenvalues.max()
+
+
+def test_bui_takes_back_what_did_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimiser that ends nowhere leaves the parameters as they were before it."""
+    data = stream()
+    (x, y), model = data.pieces[0], Bui(data, placement="old")
+
+    def nowhere(closure: Any, parameters: dict[str, Tensor], **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.fill_(math.nan)
+
+    monkeypatch.setattr("benchmarks.baselines.bui.scipy_minimize", nowhere)
+    model.learn(x, y.squeeze(-1))
+    assert torch.equal(model.Z, data.Z)
+    assert model.likelihood.noise.item() == pytest.approx(0.1)
+    assert math.isfinite(score(data, model.predict)["nlpd"])
+
+
+@torch.no_grad()
+def test_bui_without_steps_on_hyperparameters_is_ours_without_memory() -> None:
+    data = stream(regression=False)
+    model = Bui(data, learn=False, iterations=0)
+    for x, y in data.pieces:
+        model.learn(x, y.squeeze(-1))
+    first = data.pieces[0]
+    ours = SequentialGP(
+        first[0][:0],
+        first[1][:0],
+        likelihood=data.likelihood(),
+        covar_module=data.kernel(),
+        mean_module=ZeroMean(),
+        inducing_points=data.Z,
+    )
+    for x, y in data.pieces:
+        ours.update(x, y, learn=False, memory=MemoryOptions(policy="none"))
+    mean, variance, _ = model.predict(data.test[0])
+    assert_close(mean, ours(data.test[0]).mean, 1e-3)  # the baseline's jitter and tolerance
+    assert_close(variance, ours(data.test[0]).variance, 1e-3)
+
+
 def test_folds_are_a_partition() -> None:
     names = {"made_regression": True, "made_classes": False}
     for name, regression in names.items():
@@ -237,9 +306,9 @@ def test_ovc_is_exact_inference_with_pseudo_observations() -> None:
 def test_ovc_is_gpytorchs() -> None:
     """`get_fantasy_model`, read off at the inducing points.
 
-    With the linear system that it sets up: GPyTorch 1.15.2 itself predicts with another one, since
-    the cache of the mean is filled under a key that is never asked for (its issue 2669) and, without
-    `fast_pred_var`, so is that of the covariance.
+    With the linear system that it sets up. GPyTorch 1.15.2 itself predicts with another one: what
+    it caches for the mean is under a key that is never asked for (its issue 2669), and what it
+    caches for the covariance is used with `fast_pred_var` only.
     """
 
     class Peer(gpytorch.models.ApproximateGP):
@@ -393,22 +462,43 @@ def test_csato_keeps_its_budget() -> None:
     assert_close(before.mean, fresh.predict(data.test[0]).mean, 1e-8)  # pieces do not matter
 
 
+@lru_cache
+def made(regression: bool) -> tuple[Stream, float]:
+    """A stream, and the score of offline learning."""
+    name = "made_regression" if regression else "made_classes"
+    data = fold_of(name, regression, 0, 4, "shuffled", m=20)
+    return data, score(data, offline(data))["nlpd"]
+
+
 @pytest.mark.parametrize("regression", [True, False])
 @pytest.mark.parametrize("method", [bui, ovc, csato])
 def test_rivals_learn_a_stream(method: Any, regression: bool) -> None:
     """Each ends well below what no data at all would score, and not far from offline learning."""
-    data = fold_of(
-        "made_regression" if regression else "made_classes", regression, 0, 4, "shuffled", m=20
-    )
-    result = score(data, method(data))["nlpd"]
+    data, best = made(regression)
 
     def prior(X: Tensor) -> Latent:
         return Latent(torch.zeros(len(X)), torch.ones(len(X)), data.likelihood())
 
-    def offline(X: Tensor) -> Latent:
-        f = model(X)
-        return Latent(f.mean, f.variance, model.likelihood)
-
-    model = fitted_to(data, *data.everything)
+    result = score(data, method(data))["nlpd"]
     assert result < 0.75 * score(data, prior)["nlpd"]
-    assert result < score(data, offline)["nlpd"] + 0.15
+    assert result < best + 0.15
+
+
+# -------------------------------------------------------------------- refitting
+
+
+def test_refit_is_a_fit_to_all_data() -> None:
+    """After the last piece, the bound is that of our own fit to all data, or a little less."""
+    data = stream(num_pieces=2)
+    *_, last = refit_steps(data)
+    assert len(torch.cat([x for x, _ in last.seen])) == 30
+    x, y = data.everything
+    peer = last.model
+    bound = VariationalELBO(peer.likelihood, peer.model, num_data=30)
+    peer.train()
+    with torch.no_grad():
+        reached = float(30 * bound(peer.model(x), y.squeeze(-1)))
+    best = float(fitted_to(data, x, y).bound()[0].detach())
+    assert best - 0.5 < reached < best + 1e-3
+    before = float(SequentialGP.bound(fitted_to(data, x, y, learn=False))[0].detach())
+    assert reached > before + 1

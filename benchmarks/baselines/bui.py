@@ -48,7 +48,8 @@ class Bui:
 
     Args:
         stream: Gives kernel, likelihood and initial inducing points.
-        iterations: Of L-BFGS, for each piece.
+        iterations: Of L-BFGS, for each piece. More make a piece's own hyperparameters and inducing
+            points fit it better, and the stream often worse.
         placement: Where the inducing points start for each piece: ``"old"``, where they are;
             ``"mixed"``, 70 % of them there and the others at random new inputs, as in the authors'
             own experiments.
@@ -61,7 +62,7 @@ class Bui:
     def __init__(
         self,
         stream: Stream,
-        iterations: int = 100,
+        iterations: int = 20,
         placement: str = "mixed",
         learn: bool = True,
         natural: bool = True,

@@ -57,7 +57,7 @@ def test_help_lists_the_benchmarks() -> None:
     [
         ("uci", "sorted/made_*/ours/*", "| made_regression |"),
         ("uci", "sorted/made_*/[OC]*/*", "| | OVC | Csato & Opper |"),
-        ("uci", "ten sets/made_classes/*", "| | leverage | random |"),
+        ("uci", "ten sets/made_regression/*", "| | leverage | random |"),
         ("update", "time/gaussian/*", "| gaussian | 20 | 3,000 |"),
     ],
 )

@@ -77,7 +77,7 @@ DRAWN = (("fixed", "ours"), ("fixed", "OVC"), ("learnt", "ours"), ("learnt", "Bu
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """All methods, orders and seeds."""
-    seeds = options.repeats or (1 if options.quick else 5)
+    seeds = options.repeats or (1 if options.quick else 3)
     m = 10 if options.quick else 25
     work = []
     for seed in range(seeds):

@@ -1,8 +1,8 @@
 """Predictions of a stream against the time that it takes to learn it, at fixed hyperparameters.
 
 Adult, in 50 pieces, m = 100. Hyperparameters and inducing points are those of offline learning of
-all data, the same for all methods, so that only variational parameters are learnt. After each piece
-the clocks stop, the test set is scored, and the clocks go on. One thread: on an idle machine its
+2,000 of the data, the same for all methods, so that only variational parameters are learnt; with
+them, all data at once give the score to reach, that of *offline*. After each piece the clocks stop, the test set is scored, and the clocks go on. One thread: on an idle machine its
 processor time is the time on the wall; on a shared one, it is what can be compared.
 """
 
@@ -25,6 +25,7 @@ from benchmarks.runner import Options, Unit
 from benchmarks.streams import Latent, Stream, fold_of, score
 
 DATA, QUICK = ("adult_ref", 50, 100), ("made_classes", 4, 10)  # name, pieces, m
+FITTED = 2000
 ORDERS = ("shuffled", "sorted")
 
 Predict = Callable[[Tensor], Latent]
@@ -60,7 +61,7 @@ METHODS: dict[str, Callable[[Stream], Iterator[Predict]]] = {
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """All methods in both orders; the methods of a fold follow each other."""
     name, pieces, m = QUICK if options.quick else DATA
-    folds = options.repeats or (1 if options.quick else 3)
+    folds = options.repeats or (1 if options.quick else 2)
     work = [
         Unit(f"{order}/{method}/fold{fold}", partial(measure, name, pieces, m, method, order, fold))
         for fold in range(folds)
@@ -73,15 +74,17 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
 
 @lru_cache(maxsize=1)
 def _offline(name: str, m: int, fold: int) -> dict[str, Any]:
-    """Hyperparameters and inducing points of a model of all data, and its score."""
+    """Hyperparameters and inducing points, and the score that they have with all data."""
     stream = fold_of(name, False, fold, 1, "shuffled", m)
-    model = ours.fitted_to(stream, *stream.everything)
-    return {
+    X, Y = stream.everything
+    model = ours.fitted_to(stream, X[:FITTED], Y[:FITTED])
+    known: dict[str, Any] = {
         "Z": model.variational_strategy.inducing_points.detach().clone(),
         "lengthscale": float(model.covar_module.base_kernel.lengthscale),
         "variance": float(model.covar_module.outputscale),
-        "nlpd": score(stream, partial(ours.latent, model))["nlpd"],
     }
+    everything = ours.fitted_to(replace(stream, **known), X, Y, learn=False)
+    return {**known, "nlpd": score(stream, partial(ours.latent, everything))["nlpd"]}
 
 
 def measure(name: str, pieces: int, m: int, method: str, order: str, fold: int) -> dict[str, Any]:
@@ -130,7 +133,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     """One table an order, and a figure."""
     parts = [
         "Adult in 50 pieces, m = 100, one thread; lengthscale, variance and inducing points of "
-        "offline learning, the same for all. Test NLPD at the end, seconds of learning in all by "
+        f"offline learning of {FITTED:,} observations, the same for all; *offline* has all data at "
+        "once, with these. Test NLPD at the end, seconds of learning in all by "
         "processor time and on the wall (of a machine with other work), and processor seconds "
         "until the NLPD was first within .01 and .002 of the offline model's; means over folds, - "
         "if a fold never got there. *Bui et al.* maximise their bound over q by L-BFGS, "

@@ -2,8 +2,9 @@
 
 Adult, in 50 pieces, m = 100. Hyperparameters and inducing points are those of offline learning of
 2,000 of the data, the same for all methods, so that only variational parameters are learnt; with
-them, all data at once give the score to reach, that of *offline*. After each piece the clocks stop, the test set is scored, and the clocks go on. One thread: on an idle machine its
-processor time is the time on the wall; on a shared one, it is what can be compared.
+them, all data at once give the score to reach, that of *offline*. After each piece the clocks stop,
+the test set is scored, and the clocks go on. One thread: on an idle machine its processor time is
+the time on the wall; on a shared one, it is what can be compared.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "shuffle. *Distance* is that of the class probabilities on a grid from those of the "
         "offline model, root mean square and largest. OVC and Csato & Opper have no rule for "
         "hyperparameters: in (b) they have those of offline learning of the first batch. Bui et "
-        "al.: 100 iterations of L-BFGS a batch, which is better than 20 here. Memory of ours and of "
-        "the paper's rule: 10 points a batch. Measured before with the reference code of the "
+        "al.: 100 iterations of L-BFGS a batch, which is better than 20 here. Memory of ours and "
+        "of the paper's rule: 10 points a batch. Measured before with the reference code of the "
         "paper, everything learnt: offline error .100, NLPD .253; streaming .104-.107, "
         ".269-.278; Bui .102, .239-.243."
     ]

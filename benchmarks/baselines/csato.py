@@ -155,7 +155,7 @@ def steps(stream: Stream, learn: bool = True) -> Iterator[Csato]:
     """
     kernel, likelihood = stream.kernel(), stream.likelihood()
     if learn:
-        first = fitted_to(stream, *stream.pieces[0])
+        first = fitted_to(stream, *stream.pieces[0], learn_inducing_points=False)
         kernel, likelihood = first.covar_module, first.likelihood
     model = Csato(kernel, likelihood, len(stream.Z))
     for X, Y in stream.pieces:

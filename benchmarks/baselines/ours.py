@@ -60,7 +60,12 @@ def offline(stream: Stream, ard: bool = False) -> Callable[[Tensor], Latent]:
 
 
 def fitted_to(
-    stream: Stream, X: Tensor, Y: Tensor, ard: bool = False, learn: bool = True
+    stream: Stream,
+    X: Tensor,
+    Y: Tensor,
+    ard: bool = False,
+    learn: bool = True,
+    learn_inducing_points: bool = True,
 ) -> SequentialGP:
     """A model of some data, with the hyperparameters and inducing points that are best for them.
 
@@ -69,7 +74,8 @@ def fitted_to(
         X: ``n x d`` inputs.
         Y: ``n x 1`` targets.
         ard: Whether each input has a lengthscale of its own.
-        learn: Whether hyperparameters and inducing points are learnt at all.
+        learn: Whether anything but the posterior is learnt at all.
+        learn_inducing_points: Whether inducing points are.
     """
     model = SequentialGP(
         X,
@@ -78,6 +84,7 @@ def fitted_to(
         covar_module=stream.kernel(ard),
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
+        learn_inducing_points=learn_inducing_points,
     )
     if learn:
         fit_gpytorch_mll(DualELBO(model.likelihood, model), starts=1, epochs=50)

@@ -156,9 +156,10 @@ def steps(stream: Stream, learn: bool = True) -> Iterator[OVC]:
 
     Args:
         stream: The data.
-        learn: Whether that variational GP learns hyperparameters and inducing points.
+        learn: Whether that variational GP learns hyperparameters. Inducing points stay where they
+            are: those that are best for the first piece are not for the others.
     """
-    first = fitted_to(stream, *stream.pieces[0], learn=learn)
+    first = fitted_to(stream, *stream.pieces[0], learn=learn, learn_inducing_points=False)
     strategy = first.variational_strategy
     model = OVC(
         strategy.inducing_points,

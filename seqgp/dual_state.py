@@ -222,26 +222,50 @@ class DualState(_VariationalStrategy):
             state.chol.register_hook(lambda _: self._clear_cache())
         return state
 
+    def _stays(self, Z: Tensor) -> bool:
+        """Whether ``Z`` are the points of the stored duals, and not about to move."""
+        moves = Z.requires_grad and torch.is_grad_enabled()
+        points = self.reference_points
+        return not moves and Z.shape == points.shape and torch.equal(Z, points)
+
     def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
         """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
         K = to_dense(prior.lazy_covariance_matrix)
-        chol = scaled_cholesky(K, self.jitter_val)
-        points, reference = self.reference_points, self.reference_chol
-        moves = Z.requires_grad and torch.is_grad_enabled()
-        if not moves and Z.shape == points.shape and torch.equal(Z, points):
-            transport = transport_matrix(chol, reference)
-            return chol, Basis(transport, reference, self.reference_mean - prior.mean, None)
-        joint = joint_prior(self.model.forward, Z, points, shared=False)
-        cross = joint.cross
-        if not moves:
+        if self._stays(Z):
+            return self._basis(Z, K, prior.mean)
+        joint = joint_prior(self.model.forward, Z, self.reference_points, shared=False)
+        covariance = to_dense(joint.covariance()) if bool(self.summary_count.any()) else None
+        return self._basis(Z, K, joint.mean, joint.cross, covariance)
+
+    def _basis(
+        self,
+        Z: Tensor,
+        K: Tensor,
+        mean: Tensor,
+        cross: Tensor | None = None,
+        covariance: Tensor | None = None,
+    ) -> tuple[Tensor, Basis]:
+        """As `_change_of_basis`, from blocks of the prior.
+
+        Args:
+            Z: ``... x m x d`` inducing points.
+            K: ``... x m x m``, their prior covariance.
+            mean: ``... x s``, the prior mean at the points of the stored duals.
+            cross: ``... x m x s`` covariance of the two; ``None`` if they are the same points.
+            covariance: ``... x s x s``, that of the latter, if there is a summary.
+        """
+        chol, reference = scaled_cholesky(K, self.jitter_val), self.reference_chol
+        shift = self.reference_mean - mean
+        if cross is None:
+            return chol, Basis(transport_matrix(chol, reference), reference, shift, None)
+        if not (Z.requires_grad and torch.is_grad_enabled()):
             nugget = self.jitter_val * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            cross = cross + coincident(Z, points) * nugget
-        transport = transport_matrix(chol, reference, cross)
-        unexplained = None
-        if bool(self.summary_count.any()):
+            cross = cross + coincident(Z, self.reference_points) * nugget
+        transport, unexplained = transport_matrix(chol, reference, cross), None
+        if covariance is not None:
             explained_by_Z = solve_lower(chol, cross)
-            unexplained = to_dense(joint.covariance()) - explained_by_Z.mT @ explained_by_Z
-        return chol, Basis(transport, reference, self.reference_mean - joint.mean, unexplained)
+            unexplained = covariance - explained_by_Z.mT @ explained_by_Z
+        return chol, Basis(transport, reference, shift, unexplained)
 
     def _build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""

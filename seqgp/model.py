@@ -398,22 +398,18 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self,
         start: Sites | None = None,
         tol: float = 1e-8,
-        weights: Tensor | None = None,
-        summary_weight: float = 1.0,
-        hold: bool = False,
+        stands_for: Tensor | None = None,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
         Args:
             start: Sites to start from.
             tol: Relative tolerance for the sites.
-            weights: Weights of the observations.
-            summary_weight: Weight of the summary.
-            hold: Take ``start`` for the sites instead of converging them.
+            stands_for: For how much of what was folded the first observations stand.
         """
         X, Y, arguments = self.training_data()
         return self.variational_strategy.bound(
-            X, Y, self.likelihood, start, tol, weights, summary_weight, hold, **arguments
+            X, Y, self.likelihood, start, tol, stands_for, **arguments
         )
 
     @torch.no_grad()

@@ -21,9 +21,12 @@ class Prior(NamedTuple):
     mean: Tensor  # ... x n
     variance: Callable[[], Tensor]  # ... x n
     covariance: Callable[[], LinearOperator]  # ... x n x n
+    left: tuple[Tensor, Tensor] | None = None  # mean ... x p and covariance ... x p x p elsewhere
 
 
-def joint_prior(forward: Forward, left: Tensor, right: Tensor, shared: bool) -> Prior:
+def joint_prior(
+    forward: Forward, left: Tensor, right: Tensor, shared: bool, with_left: bool = False
+) -> Prior:
     """The prior at inputs ``right``, and its covariance with the values at ``left``.
 
     Only the blocks that are asked for are evaluated, if the kernel is lazy.
@@ -34,16 +37,22 @@ def joint_prior(forward: Forward, left: Tensor, right: Tensor, shared: bool) -> 
         right: ``... x n x d``.
         shared: Whether one prior serves all batches. Then a batch of inputs against a single set
             is one flat kernel matrix.
+        with_left: Whether the prior at ``left`` is wanted, too; one evaluation of the kernel gives
+            both blocks.
     """
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
     flat_right = shared and left_batch.numel() == 1
-    flat_left = shared and right_batch.numel() == 1 and not flat_right
+    flat_left = shared and right_batch.numel() == 1 and not flat_right and not with_left
+    prior_left = None
     if flat_left or flat_right:
         joint = forward(torch.cat([left.reshape(-1, d), right.reshape(-1, d)]))
         p = left_batch.numel() * p
         covariance = joint.lazy_covariance_matrix
-        cross = to_dense(covariance[..., :p, p:])
+        cross = to_dense(covariance[..., :p, 0 if with_left else p :])
+        if with_left:
+            prior_left = joint.mean[..., :p], cross[..., :p]
+            cross = cross[..., p:]
         if flat_right:
             cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
         else:
@@ -53,7 +62,11 @@ def joint_prior(forward: Forward, left: Tensor, right: Tensor, shared: bool) -> 
         batch = torch.broadcast_shapes(left_batch, right_batch)
         joint = forward(torch.cat([left.expand(*batch, p, d), right.expand(*batch, n, d)], -2))
         covariance = joint.lazy_covariance_matrix
-        cross, mean = to_dense(covariance[..., :p, p:]), joint.mean[..., p:]
+        cross = to_dense(covariance[..., :p, 0 if with_left else p :])
+        if with_left:
+            prior_left = joint.mean[..., :p], cross[..., :p]
+            cross = cross[..., p:]
+        mean = joint.mean[..., p:]
         right_batch = covariance.shape[:-2]
 
     def variance() -> Tensor:
@@ -65,4 +78,4 @@ def joint_prior(forward: Forward, left: Tensor, right: Tensor, shared: bool) -> 
             return forward(right).lazy_covariance_matrix
         return covariance[..., p:, p:]
 
-    return Prior(cross, mean, variance, full)
+    return Prior(cross, mean, variance, full, prior_left)

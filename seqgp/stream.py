@@ -19,9 +19,8 @@ from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
 from torch import Tensor
 
-from seqgp.dual import Sites
+from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
-from seqgp.dual.sites import is_conjugate
 from seqgp.fit import clamp_to_bounds
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
@@ -30,9 +29,6 @@ from seqgp.observations import Observations
 from seqgp.paper import paper_step, remember
 from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs, check_targets, check_Y
-
-#: See `StreamMixin.update`: chosen by one-step-ahead density on two streams of classes.
-MEMORY_SHARE = 0.3
 
 
 class Remembered(NamedTuple):
@@ -89,9 +85,9 @@ class StreamMixin:
         noise: Tensor | None = None,
         learn: bool = True,
         mode: str = "pseudo-likelihood",
-        memory_share: float | None = None,
         optimizer: str = "lbfgs",
         steps: int | None = None,
+        tol: float = 0.01,
         learning_rate: float = 0.01,
         inducing: str = "learn",
         max_inducing: int | None = None,
@@ -115,15 +111,10 @@ class StreamMixin:
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
                 their tied duals, with the rest of the paper's rule (`seqgp.paper`), of which
-                ``memory_share`` and ``optimizer`` are part. A stream is learnt in one mode.
-            memory_share: How much of what has been folded is represented, while hyperparameters
-                are learnt, by the likelihood of what is remembered (each observation weighted by
-                the inverse of its probability to be), instead of by its pseudo-likelihood. By
-                default nothing if the likelihood is Gaussian, where the pseudo-likelihood is exact,
-                and else 0.3: a site frozen under an old posterior is a poor stand-in for, say, a
-                Bernoulli likelihood once hyperparameters move, but has no sampling noise.
+                ``optimizer`` is part. A stream is learnt in one mode.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats.
             learning_rate: Adam's learning rate.
             inducing: ``"learn"`` moves the inducing points by gradient along with the
                 hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
@@ -154,10 +145,6 @@ class StreamMixin:
             raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
-        if memory_share is None:
-            memory_share = 0.0 if is_conjugate(self.likelihood) else MEMORY_SHARE
-        if not 0 <= memory_share <= 1:
-            raise ValueError(f"memory_share: expected a number in [0, 1], got {memory_share}.")
         if mode == "paper" and discount != 1:
             raise ValueError("discount: the paper's rule knows none.")
         if steps is None:
@@ -167,6 +154,7 @@ class StreamMixin:
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
+            stands_for = self._stands_for()
             self._extend(X, targets, arguments)
             if inducing in ("adapt", "both"):
                 self._adapt_inducing_points(max_inducing)
@@ -176,7 +164,7 @@ class StreamMixin:
             else:
                 taken = 0
                 if learn:
-                    taken = self._learn(optimizer, steps, learning_rate, learns_Z, memory_share)
+                    taken = self._learn(optimizer, steps, tol, learning_rate, learns_Z, stands_for)
                 self.refresh()
             sites, leverage = self._sites_and_leverage()
             kept = memory.choose(leverage, num_new, self.num_updates)
@@ -379,14 +367,13 @@ class StreamMixin:
         self: Any,
         optimizer: str,
         steps: int,
+        tol: float,
         learning_rate: float,
         learn_inducing: bool,
-        share: float,
-        rounds: int = 4,
+        stands_for: Tensor | None,
     ) -> int:
         """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
-        weights = 1 + share * (self.memory_weights - 1) if share else None
         parameters, bounds = get_parameters_and_bounds(
             mll,
             name_filter=None if learn_inducing else lambda name: "inducing_points" not in name,
@@ -394,14 +381,14 @@ class StreamMixin:
         )
         if not parameters or not steps:
             return 0
-        sites, taken, hold = None, 0, False
+        sites, taken = None, 0
 
         def loss() -> Tensor:
             nonlocal sites, taken
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-            tol = 1e-3 if optimizer == "adam" else 1e-5
-            bound, sites = self.bound(sites, tol, weights, 1 - share, hold)
+            site_tol = 1e-3 if optimizer == "adam" else 1e-5
+            bound, sites = self.bound(sites, site_tol, stands_for)
             return -mll.with_priors(bound, 1).sum()
 
         training = self.training
@@ -413,21 +400,28 @@ class StreamMixin:
                 loss().backward()
                 adam.step()
                 clamp_to_bounds(parameters, bounds)
-        elif weights is None:
-            closure = ForwardBackwardClosure(loss, parameters)
-            scipy_minimize(closure, parameters, bounds, options={"maxiter": steps})
         else:
-            # Not the bound that the sites maximise: hold them, and converge them in between.
-            for _ in range(rounds):
-                hold = False
-                with torch.no_grad():
-                    loss()
-                hold = True
-                closure = ForwardBackwardClosure(loss, parameters)
-                options = {"maxiter": max(steps // rounds, 1)}
-                scipy_minimize(closure, parameters, bounds, options=options)
+            with torch.no_grad():
+                size = abs(float(loss()))
+            closure = ForwardBackwardClosure(loss, parameters)
+            options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the objective
+            scipy_minimize(closure, parameters, bounds, options=options)
         self.train(training)
         return taken
+
+    def _stands_for(self: Any) -> Tensor | None:
+        """For how much of the summary each remembered observation stands.
+
+        One that was kept with probability ``p`` stands for ``1/p - 1`` others like it, which have
+        been folded with about the precision that its own site has now.
+        """
+        if not self.num_data or not bool((self.memory_weights > 1).any()):
+            return None
+        others = self.memory_weights - 1
+        if summary_noise(self.likelihood) is not None:
+            return others
+        sites, _ = self._sites_and_leverage()
+        return others * sites.beta
 
     def _sites_and_leverage(self: Any) -> tuple[Sites, Tensor]:
         """Sites and leverage scores of the training data under the present posterior."""

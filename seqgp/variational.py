@@ -19,6 +19,7 @@ from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 
 from seqgp.dual import (
+    Basis,
     Batch,
     Conditioned,
     Convergence,
@@ -41,6 +42,7 @@ from seqgp.dual import (
     posterior_mean,
     posterior_variance,
     rebase_summary,
+    scaled_cholesky,
     solve_lower,
     summary_noise,
     tie,
@@ -287,15 +289,19 @@ class DualVariationalStrategy(DualState):
         likelihood: Likelihood | None = None,
         start: Sites | None = None,
         tol: float = 1e-8,
-        weights: Tensor | None = None,
-        summary_weight: float = 1.0,
-        hold: bool = False,
+        stands_for: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
-        """The evidence lower bound of a data set, maximised over q, with its exact gradient.
+        r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
 
         The sites are converged at the present hyperparameters and then held fixed, which at the
         maximum over q leaves the gradient as it is. Does not change the strategy's own duals.
+
+        The summary knows folded observations through the inducing values that it was made with;
+        what these do not explain of them is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} -
+        k_{iS} K_{SS}^{-1} k_{Si})` that depends on hyperparameters. Without it, short lengthscales
+        would look better than they are. It is estimated by observations at hand that stand for
+        those that are not.
 
         Args:
             inputs: ``... x n x d`` inputs.
@@ -303,10 +309,8 @@ class DualVariationalStrategy(DualState):
             likelihood: The likelihood; by default the model's attribute of that name.
             start: Sites to start from, say those at the hyperparameters of the previous step.
             tol: Relative tolerance for the sites.
-            weights: ``n`` weights of the observations' expected log likelihoods in the bound (not
-                in q), where they also stand for others that have been folded.
-            summary_weight: Weight of the summary's term in the bound (not in q).
-            hold: Take ``start`` for the sites instead of converging them.
+            stands_for: ``... [x c] x k``, the summed precision of the folded observations for which
+                each of the first ``k`` observations stands; for Gaussian noise, their number.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -314,49 +318,77 @@ class DualVariationalStrategy(DualState):
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
         likelihood, arguments = data.likelihood, data.arguments
-        prior_Z = self.model.forward(self.inducing_points)
-        chol, basis = self._change_of_basis(self.inducing_points, prior_Z)
-        batch = self._batch(chol, prior_Z.batch_shape.numel() == 1, data)
+        batch, basis, residual = self._joint(data, stands_for)
         base = self._base(basis, likelihood)
-        past_noise = summary_noise(likelihood)
-        if has_closed_form(likelihood) and weights is None and summary_weight == 1 and not hold:
+        past = batch.A.new_zeros(())
+        if base is not None:
+            past = log_constant(self.summary, basis, summary_noise(likelihood), residual)
+        if has_closed_form(likelihood):
             # Collapsed: the best q is known as a function of the hyperparameters.
-            residual = data.targets - batch.prior_mean
+            centred = data.targets - batch.prior_mean
             noise = observation_noise(likelihood, len(data), **arguments)
-            site = Sites(residual / noise, noise.reciprocal())
+            site = Sites(centred / noise, noise.reciprocal())
             duals = tie(batch.A, site) if base is None else add(tie(batch.A, site), base)
-            square = residual.square() + batch.unexplained
+            square = centred.square() + batch.unexplained
             bound = -0.5 * (square / noise + (2 * math.pi * noise).log()).sum(-1)
-            bound = bound + log_evidence(duals, factorise(duals))
-            if base is not None:
-                bound = bound + log_constant(self.summary, basis, past_noise)
+            bound = bound + log_evidence(duals, factorise(duals)) + past
             return bound, Sites(site.lam.detach(), site.beta.detach())
         with torch.no_grad():
-            site = (
-                start
-                if hold and start is not None
-                else converge_sites(
-                    batch.detach(),
-                    start,
-                    None if base is None else Duals(base.lam.detach(), base.B.detach()),
-                    is_conjugate(likelihood),
-                    self.latent_dims,
-                    precision_floor(likelihood),
-                    tol=tol,
-                )
+            site = converge_sites(
+                batch.detach(),
+                start,
+                None if base is None else Duals(base.lam.detach(), base.B.detach()),
+                is_conjugate(likelihood),
+                self.latent_dims,
+                precision_floor(likelihood),
+                tol=tol,
             )
         duals = tie(batch.A, site)
         factors = factorise(duals if base is None else add(duals, base))
         mean = batch.prior_mean + posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
-        bound = -kl_divergence(factors)
-        if base is not None and summary_weight:
-            past = log_constant(self.summary, basis, past_noise)
-            bound = bound + summary_weight * (expected_log_summary(base, factors) + past)
+        bound = past - kl_divergence(factors)
+        if base is not None:
+            bound = bound + expected_log_summary(base, factors)
         if self.latent_dims:
             mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)
-        return (fit if weights is None else weights * fit).sum(-1) + bound, site
+        return fit.sum(-1) + bound, site
+
+    def _joint(
+        self, data: Observations, stands_for: Tensor | None
+    ) -> tuple[Batch, Basis, Tensor | None]:
+        """Everything that the bound needs of the prior, from one evaluation of the kernel.
+
+        Returns:
+            The observations as the natural gradient sees them, the way from the basis of the
+            stored duals, and the unexplained variance of the folded observations
+            times their precision, estimated from ``stands_for``.
+        """
+        Z, points, m = self.inducing_points, self.reference_points, self.inducing_points.shape[-2]
+        x, stays = self._with_latents(data.inputs), self._stays(Z)
+        shared = self.model.forward(Z).batch_shape.numel() == 1
+        left = Z if stays else torch.cat([Z, points], -2)
+        prior = joint_prior(self.model.forward, left, x, shared, with_left=True)
+        assert prior.left is not None
+        mean, K = prior.left
+        variance = prior.variance()
+        if stays:
+            chol, basis = self._basis(Z, K, mean)
+        else:
+            K, cross, covariance = K[..., :m, :m], K[..., :m, m:], K[..., m:, m:]
+            chol, basis = self._basis(Z, K, mean[..., m:], cross, covariance)
+        batch = self._as_batch(chol, prior.cross[..., :m, :], prior.mean, variance, data)
+        if stands_for is None:
+            return batch, basis, None
+        first = slice(0, stands_for.shape[-1])
+        unexplained = batch.unexplained[..., first]
+        if not stays:
+            A = solve_lower(
+                scaled_cholesky(covariance, self.jitter_val), prior.cross[..., m:, first]
+            )
+            unexplained = unexplained_variance(A, variance[..., first])
+        return batch, basis, (stands_for * unexplained).sum(-1)
 
     @torch.no_grad()
     def sites(
@@ -642,8 +674,14 @@ class DualVariationalStrategy(DualState):
         """Observations as the natural gradient sees them."""
         x = self._with_latents(data.inputs)
         prior = joint_prior(self.model.forward, self.inducing_points, x, shared)
-        A = solve_lower(chol, prior.cross)
-        unexplained, mean = unexplained_variance(A, prior.variance()), prior.mean
+        return self._as_batch(chol, prior.cross, prior.mean, prior.variance(), data)
+
+    def _as_batch(
+        self, chol: Tensor, cross: Tensor, mean: Tensor, variance: Tensor, data: Observations
+    ) -> Batch:
+        """As `_batch`, from the prior's moments at the inputs."""
+        A = solve_lower(chol, cross)
+        unexplained = unexplained_variance(A, variance)
         if self.num_latents is not None and mean.shape[-2] == 1:  # one prior for all of them
             mean = mean.expand(*mean.shape[:-2], self.num_latents, mean.shape[-1])
         return Batch(A, unexplained, mean, data.evaluate(self.num_latents is not None))

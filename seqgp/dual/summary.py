@@ -95,12 +95,22 @@ def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
     return project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
 
 
-def log_constant(summary: Summary, basis: Basis, noise: Tensor | None) -> Tensor:
+def log_constant(
+    summary: Summary, basis: Basis, noise: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
     r"""The part of :math:`E_q[\log t]` that depends on hyperparameters but not on q.
 
     `seqgp.dual.posterior.expected_log_summary` of `duals_now` is the other part. Here are the
     terms of moving the centre, of the variance that the present points do not explain,
-    :math:`-\tfrac12 \operatorname{tr}(B_w L_S^{-1} (K_{SS} - Q_{SS}) L_S^{-T})`, and of the noise.
+    :math:`-\tfrac12 \operatorname{tr}(B_w L_S^{-1} (K_{SS} - Q_{SS}) L_S^{-T})`, of the variance of
+    the folded observations that the summary's own points do not explain, and of the noise.
+
+    Args:
+        summary: The summary.
+        basis: The way from its basis to the present one.
+        noise: ``... x 1``, the present noise variance of Gaussian observations.
+        residual: ``...``, :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})` over the
+            folded observations, times the noise variance for Gaussian ones; ``None`` for zero.
     """
     lam, B = summary.duals
     # v = v' - shift, in whitened coordinates
@@ -112,6 +122,8 @@ def log_constant(summary: Summary, basis: Basis, noise: Tensor | None) -> Tensor
         half = solve_lower(basis.reference_chol, basis.unexplained)
         inner = solve_lower(basis.reference_chol, half.mT)
         constant = constant - 0.5 * (B * inner).sum((-2, -1))
+    if residual is not None:
+        constant = constant - 0.5 * residual
     if noise is not None:
         noise = noise.squeeze(-1)
         constant = (constant - 0.5 * summary.square) / noise

@@ -481,7 +481,8 @@ def test_rivals_learn_a_stream(method: Any, regression: bool) -> None:
 
     result = score(data, method(data))["nlpd"]
     assert result < 0.75 * score(data, prior)["nlpd"]
-    assert result < best + 0.15
+    # Offline learning moves its inducing points; OVC cannot.
+    assert result < best + (0.25 if method is ovc else 0.15)
 
 
 # -------------------------------------------------------------------- refitting

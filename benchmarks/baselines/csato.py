@@ -41,19 +41,22 @@ Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-6
 
 
-def slopes(likelihood: Likelihood, y: float, mean: float, variance: float) -> tuple[float, float]:
-    """First and second derivative of the log predictive density with respect to the mean."""
-    if isinstance(likelihood, GaussianLikelihood):
-        total = variance + float(likelihood.noise)
+def slopes(y: float, mean: float, variance: float, noise: float | None) -> tuple[float, float]:
+    """First and second derivative of the log predictive density with respect to the mean.
+
+    Args:
+        y: The target.
+        mean: Predictive mean of the function.
+        variance: Predictive variance of the function.
+        noise: Variance of Gaussian noise, ``None`` for a class (0 or 1, probit).
+    """
+    if noise is not None:
+        total = variance + noise
         return (y - mean) / total, -1 / total
-    if isinstance(likelihood, BernoulliLikelihood):
-        sign, scale = 2 * y - 1, math.sqrt(1 + variance)
-        z = sign * mean / scale
-        ratio = math.exp(-0.5 * z * z - 0.5 * math.log(2 * math.pi) - log_ndtr(z))
-        return sign * ratio / scale, -ratio * (z + ratio) / scale**2
-    raise NotImplementedError(
-        f"likelihood: expected Gaussian or Bernoulli, got {type(likelihood).__name__}."
-    )
+    sign, scale = 2 * y - 1, math.sqrt(1 + variance)
+    z = sign * mean / scale
+    ratio = math.exp(-0.5 * z * z - 0.5 * math.log(2 * math.pi) - log_ndtr(z))
+    return sign * ratio / scale, -ratio * (z + ratio) / scale**2
 
 
 class Csato:
@@ -66,6 +69,10 @@ class Csato:
     """
 
     def __init__(self, kernel: Kernel, likelihood: Likelihood, budget: int | None = 100) -> None:
+        if not isinstance(likelihood, GaussianLikelihood | BernoulliLikelihood):
+            raise NotImplementedError(
+                f"likelihood: expected Gaussian or Bernoulli, got {type(likelihood).__name__}."
+            )
         self.kernel, self.likelihood, self.budget = kernel, likelihood, budget
         self.basis: Tensor | None = None
         self.alpha = np.zeros(0)
@@ -76,16 +83,19 @@ class Csato:
         """One piece of data, ``n x d`` and ``n``, point by point."""
         inputs = X if self.basis is None else torch.cat([self.basis, X])
         old = len(inputs) - len(X)
-        # All covariances that the piece can ask for, in one call.
-        K = self.kernel(inputs, X).to_dense().numpy()
-        chosen = list(range(old))  # basis vectors, as rows of `inputs`
+        noise = None
+        if isinstance(self.likelihood, GaussianLikelihood):
+            noise = float(self.likelihood.noise)
+        # All covariances that the piece can ask for, in one call; one row an observation.
+        K = self.kernel(X, inputs).to_dense().numpy()
+        chosen = np.arange(old)  # basis vectors, as columns of `K`
         for i, target in enumerate(y.tolist()):
-            k = K[chosen, i]
-            if self._observe(k, float(K[old + i, i]), target):
-                chosen.append(old + i)
+            if self._observe(K[i, chosen], float(K[i, old + i]), target, noise):
+                chosen = np.append(chosen, old + i)
             if self.budget is not None and len(chosen) > self.budget:
-                del chosen[self._remove()]
-        self.basis = inputs[chosen]
+                chosen[self._remove()] = chosen[-1]
+                chosen = chosen[:-1]
+        self.basis = inputs[torch.from_numpy(chosen)]
 
     @torch.no_grad()
     def predict(self, X: Tensor) -> Latent:
@@ -98,16 +108,17 @@ class Csato:
         variance = variance + (k * (C @ k)).sum(0)
         return Latent(k.mT @ torch.from_numpy(self.alpha), variance.clamp_min(0), self.likelihood)
 
-    def _observe(self, k: Array, prior: float, y: float) -> bool:
+    def _observe(self, k: Array, prior: float, y: float, noise: float | None) -> bool:
         """Learn one observation; returns whether its input has become a basis vector.
 
         Args:
             k: Covariances with the basis vectors.
             prior: Prior variance.
             y: The target.
+            noise: As for `slopes`.
         """
         Ck, e = self.C @ k, self.Q @ k
-        q, r = slopes(self.likelihood, y, float(k @ self.alpha), max(prior + float(k @ Ck), 0.0))
+        q, r = slopes(y, float(k @ self.alpha), max(prior + float(k @ Ck), 0.0), noise)
         gamma = prior - float(k @ e)
         novel = gamma > TOLERANCE * prior
         if novel:
@@ -124,17 +135,20 @@ class Csato:
         return False
 
     def _remove(self) -> int:
-        """Project the basis vector that changes the mean least onto the others."""
+        """Project the basis vector that changes the mean least; the last one takes its place."""
         i = int(np.argmin(np.abs(self.alpha) / self.Q.diagonal()))
-        rest = np.delete(np.arange(len(self.alpha)), i)
-        Q = self.Q[rest, i]
-        e = -Q / self.Q[i, i]
-        C, c = self.C[rest, i], self.C[i, i]
-        cross = np.outer(e, C)
-        kept = np.ix_(rest, rest)
-        self.alpha = self.alpha[rest] + self.alpha[i] * e
-        self.C = self.C[kept] + cross + cross.T + c * np.outer(e, e)
-        self.Q = self.Q[kept] - np.outer(Q, Q) / self.Q[i, i]
+        q = self.Q[i, i]
+        Q, C, c = self.Q[i].copy(), self.C[i].copy(), self.C[i, i]
+        e = -Q / q  # -1 at i itself, which thereby vanishes
+        cross = np.outer(e, C + 0.5 * c * e)
+        alpha = self.alpha + self.alpha[i] * e
+        arrays = [self.C + cross + cross.T, self.Q - np.outer(Q, Q / q)]
+        for array in arrays:
+            array[i], array[:, i] = array[-1], array[:, -1]
+            array[i, i] = array[-1, -1]
+        alpha[i] = alpha[-1]
+        self.alpha = alpha[:-1]
+        self.C, self.Q = (array[:-1, :-1].copy() for array in arrays)
         return i
 
 

@@ -29,6 +29,8 @@ BENCHMARKS = {
     "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
+    "banana": Entry("two crescents in four batches: conditioning and learning, a figure", "seeds"),
+    "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
 }

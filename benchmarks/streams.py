@@ -26,6 +26,8 @@ class Stream:
         Z: ``m x d`` initial inducing points.
         regression: Whether targets are real numbers, or 0/1.
         offset: Variance of a constant that is added to the function; 0 for none.
+        lengthscale: The kernel's, to begin with.
+        variance: The kernel's, to begin with.
     """
 
     pieces: list[tuple[Tensor, Tensor]]
@@ -33,6 +35,8 @@ class Stream:
     Z: Tensor
     regression: bool
     offset: float = 0.0
+    lengthscale: float = 1.0
+    variance: float = 1.0
 
     @property
     def everything(self) -> tuple[Tensor, Tensor]:
@@ -41,10 +45,10 @@ class Stream:
         return torch.cat(X), torch.cat(Y)
 
     def kernel(self, ard: bool = False) -> Kernel:
-        """Matern-5/2 with unit lengthscale and variance."""
+        """Matern-5/2, by default with unit lengthscale and variance."""
         dims = self.Z.shape[-1] if ard else None
         kernel = ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=dims)).to(self.Z)
-        kernel.base_kernel.lengthscale, kernel.outputscale = 1.0, 1.0
+        kernel.base_kernel.lengthscale, kernel.outputscale = self.lengthscale, self.variance
         if not self.offset:
             return kernel
         constant = ConstantKernel().to(self.Z)

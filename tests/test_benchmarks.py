@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import BENCHMARKS, data
+from benchmarks import BENCHMARKS, banana, data, timing
 from benchmarks.__main__ import main, report
 from benchmarks.memory import MEGABYTE, peak_memory
 from benchmarks.runner import PACKAGES, Result, Times, Unit, race, run
@@ -56,6 +56,8 @@ def test_help_lists_the_benchmarks() -> None:
     ("name", "only", "row"),
     [
         ("uci", "sorted/made_*/ours/*", "| made_regression |"),
+        ("uci", "sorted/made_*/[OC]*/*", "| | OVC | Csato & Opper |"),
+        ("uci", "ten sets/made_regression/*", "| | leverage | random |"),
         ("update", "time/gaussian/*", "| gaussian | 20 | 3,000 |"),
     ],
 )
@@ -66,6 +68,50 @@ def test_streaming_benchmarks_run(name: str, only: str, row: str, tmp_path: Path
     assert len(units) >= 2
     for unit in units.values():
         assert all(np.isfinite(value) for value in unit.values())
+
+
+def test_banana_runs(tmp_path: Path) -> None:
+    """All methods on made data: the table, the figure, and what has to be so."""
+    printed = command("banana", "--quick", "--out", str(tmp_path))
+    units = json.loads((tmp_path / "banana-quick.json").read_text())["units"]
+    assert "![class probabilities](banana.png)" in printed
+    assert (tmp_path / "banana.png").stat().st_size > 10_000
+    for part, methods in banana.METHODS.items():
+        for name in methods:
+            assert f"| {name} |" in printed
+            unit = units[f"sorted/{part}/{name}/seed0"]
+            assert np.isfinite(unit["nlpd"])
+            assert 0 <= unit["distance"] <= unit["largest"] <= 1
+            assert len(unit["nlpd_by_batch"]) == banana.BATCHES
+            assert unit["nlpd_by_batch"][-1] == pytest.approx(unit["nlpd"], abs=1e-4)
+    # At fixed hyperparameters the bound of Bui et al. is ours without a memory.
+    fixed = [units[f"sorted/fixed/{name}/seed0"] for name in ("Bui et al.", "ours, no memory")]
+    assert fixed[0]["distance"] == pytest.approx(fixed[1]["distance"], abs=1e-4)
+
+
+def test_banana_packs_what_it_draws() -> None:
+    values = torch.rand(7, 3, dtype=torch.float64)
+    np.testing.assert_allclose(banana.unpack(banana.pack(values), 3), values, atol=1e-3)
+
+
+def test_timing_runs(tmp_path: Path) -> None:
+    printed = command("timing", "--quick", "--out", str(tmp_path))
+    units = json.loads((tmp_path / "timing-quick.json").read_text())["units"]
+    assert (tmp_path / "timing.png").stat().st_size > 10_000
+    for method in timing.METHODS:
+        assert f"| {method} |" in printed
+        for order in timing.ORDERS:
+            unit = units[f"{order}/{method}/fold0"]
+            assert len(unit["nlpd"]) == len(unit["elapsed"]) == 4
+            assert unit["elapsed"] == sorted(unit["elapsed"])
+            assert np.isfinite(unit["nlpd"]).all()
+
+
+def test_seconds_until() -> None:
+    unit = {"elapsed": [1.0, 2.0, 3.0], "nlpd": [0.5, 0.3, 0.4]}
+    assert timing.seconds_until(unit, 0.3) == 2.0
+    assert timing.seconds_until(unit, 0.5) == 1.0
+    assert timing.seconds_until(unit, 0.2) is None
 
 
 def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:

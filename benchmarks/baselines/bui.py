@@ -10,22 +10,37 @@ next piece of data is
 
 collapsed over :math:`q(b)` for a Gaussian likelihood. Everything is maximised together by L-BFGS.
 Written in precisions rather than with the paper's :math:`D_a = H^{-1}`, which need not exist.
+
+Two things keep it from diverging. The bound is unbounded above in the kernel's variance if
+:math:`H` has a negative eigenvalue, which :math:`S^{-1} - K^{-1}` of a :math:`q(b)` that is not
+quite optimal can have; so the last word on :math:`q(b)` is that of natural-gradient steps, after
+which :math:`H` is a sum of positive terms. And an optimisation that ends nowhere, or lower than it
+began, is taken back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from botorch.optim.closures import ForwardBackwardClosure
+from botorch.optim.core import scipy_minimize
 from gpytorch.likelihoods import GaussianLikelihood
-from linear_operator.utils.cholesky import psd_safe_cholesky
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from benchmarks.streams import Latent, Stream
-from seqgp.dual.sites import expected_log_prob
+from seqgp.dual import Batch, Duals, converge, expectations, expected_log_prob, factorise
+from seqgp.dual.linalg import scaled_cholesky
 
+#: Relative to the kernel's variance.
 JITTER = 1e-6
+
+#: Of the inducing points, how many stay where they are when a piece arrives (``"mixed"``).
+SHARE_OF_OLD = 0.7
 
 
 class Bui:
@@ -33,12 +48,32 @@ class Bui:
 
     Args:
         stream: Gives kernel, likelihood and initial inducing points.
-        iterations: Of L-BFGS, for each piece.
+        iterations: Of L-BFGS, for each piece. More make a piece's own hyperparameters and inducing
+            points fit it better, and the stream often worse.
+        placement: Where the inducing points start for each piece: ``"old"``, where they are;
+            ``"mixed"``, 70 % of them there and the others at random new inputs, as in the authors'
+            own experiments.
+        learn: Whether hyperparameters and inducing points are learnt, or only ``q(b)``.
+        natural: Whether ``q(b)``, if it is not known in closed form, begins and ends with
+            natural-gradient steps; without, there is only L-BFGS, as published.
+        seed: For mixed points.
     """
 
-    def __init__(self, stream: Stream, iterations: int = 100) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        iterations: int = 20,
+        placement: str = "mixed",
+        learn: bool = True,
+        natural: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if placement not in ("old", "mixed"):
+            raise ValueError(f"placement: expected old or mixed, got {placement!r}.")
         self.kernel, self.likelihood = stream.kernel(), stream.likelihood()
-        self.iterations = iterations
+        self.iterations, self.placement = iterations, placement
+        self.learns, self.natural = learn, natural
+        self.generator = torch.Generator().manual_seed(seed)
         m = len(stream.Z)
         self.Z = stream.Z.clone().requires_grad_(True)
         self.old_Z, self.e, self.H = stream.Z, stream.Z.new_zeros(m), stream.Z.new_zeros(m, m)
@@ -53,22 +88,18 @@ class Bui:
 
     def learn(self, X: Tensor, y: Tensor) -> None:
         """One piece of data, ``n x d`` and ``n``."""
-        hyperparameters = [*self.kernel.parameters(), *self.likelihood.parameters()]
-        parameters = [*hyperparameters, self.Z]
+        if self.learns and self.placement == "mixed":
+            self._place(X)
+        self._start(X, y)
+        parameters = {}
+        if self.learns:
+            parameters["Z"] = self.Z
+            parameters |= {f"kernel.{name}": p for name, p in self.kernel.named_parameters()}
+            parameters |= {f"noise.{name}": p for name, p in self.likelihood.named_parameters()}
         if not self.collapsed:
-            self._start()
-            parameters += [self.mean, self.root]
-        optimizer = torch.optim.LBFGS(
-            parameters, max_iter=self.iterations, line_search_fn="strong_wolfe"
-        )
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = -self.bound(X, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+            parameters |= {"mean": self.mean, "root": self.root}
+        if parameters and self.iterations:
+            self._maximise(X, y, parameters)
         self._keep(X, y)
 
     def bound(self, X: Tensor, y: Tensor) -> Tensor:
@@ -90,23 +121,20 @@ class Bui:
         log_det = root.diagonal().square().log().sum()
         kl = 0.5 * (root.square().sum() + self.mean.square().sum() - len(root) - log_det)
         a, S = A_old.mT @ self.mean, root.mT @ A_old
-        square = a @ self.H @ a + (self.H * (left_over + S.mT @ S)).sum()
+        square = a @ self.H @ a + (self.H * left_over).sum() + ((S @ self.H) * S).sum()
         return fit - kl + self.e @ a - 0.5 * square
 
     @torch.no_grad()
     def predict(self, X: Tensor) -> Latent:
         """Mean and variance of the function."""
         L, A, unexplained = self._whitened(X)
-        W, h = self._posterior(L)
-        R = psd_safe_cholesky(W)
-        variance = torch.linalg.solve_triangular(R, A, upper=False).square().sum(0)
-        mean = (A.mT @ torch.cholesky_solve(h.unsqueeze(-1), R)).squeeze(-1)
-        return Latent(mean, unexplained + variance, self.likelihood)
+        factors = factorise(self._past(L))
+        variance = torch.linalg.solve_triangular(factors.R, A, upper=False).square().sum(0)
+        return Latent(A.mT @ factors.mean, unexplained + variance, self.likelihood)
 
     def _whitened(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``chol(Kbb)``, ``L^-1 Kbx`` and the variance that ``b`` does not explain."""
-        eye = torch.eye(len(self.Z), dtype=X.dtype)
-        L = psd_safe_cholesky(self.kernel(self.Z).to_dense() + JITTER * eye)
+        L = scaled_cholesky(self.kernel(self.Z).to_dense(), JITTER)
         A = torch.linalg.solve_triangular(L, self.kernel(self.Z, X).to_dense(), upper=False)
         return L, A, (self.kernel(X, diag=True) - A.square().sum(0)).clamp_min(0)
 
@@ -120,48 +148,105 @@ class Bui:
         """Of the whitened ``q(b)`` for Gaussian data: factor of its precision, and ``h``."""
         noise = self.likelihood.noise
         W = torch.eye(len(A), dtype=A.dtype) + A @ A.mT / noise + A_old @ self.H @ A_old.mT
-        return psd_safe_cholesky(W), A @ y / noise + A_old @ self.e
+        return scaled_cholesky(W), A @ y / noise + A_old @ self.e
+
+    def _past(self, L: Tensor) -> Duals:
+        """What is kept of the past, for the inducing points of now."""
+        A_old, _ = self._old(L)
+        return Duals(A_old @ self.e, A_old @ self.H @ A_old.mT)
 
     @torch.no_grad()
-    def _start(self) -> None:
-        """``q(b)`` as the past alone has it."""
-        A_old, _ = self._old(self._whitened(self.old_Z)[0])
-        W = torch.eye(len(A_old), dtype=A_old.dtype) + A_old @ self.H @ A_old.mT
-        covariance = torch.linalg.inv(0.5 * (W + W.mT))
-        self.root.copy_(psd_safe_cholesky(0.5 * (covariance + covariance.mT)))
-        self.mean.copy_(covariance @ A_old @ self.e)
+    def _place(self, X: Tensor) -> None:
+        """Some of the inducing points go to new inputs."""
+        m = len(self.Z)
+        new = X[torch.randperm(len(X), generator=self.generator)[: m - int(SHARE_OF_OLD * m)]]
+        old = torch.randperm(m, generator=self.generator)[: m - len(new)]
+        self.Z.copy_(torch.cat([self.Z[old], new]))
+
+    @torch.no_grad()
+    def _start(self, X: Tensor, y: Tensor) -> None:
+        """``q(b)`` as the past alone has it, or as it is best at these hyperparameters."""
+        if self.collapsed:
+            return
+        L, A, unexplained = self._whitened(X)
+        past = self._past(L)
+        duals = past
+        if self.natural:
+            duals = self._natural_gradient(past, past, A, unexplained, y)
+        R, mean = factorise(duals)
+        covariance = torch.cholesky_inverse(R)
+        self.root.copy_(torch.linalg.cholesky(0.5 * (covariance + covariance.mT)))
+        self.mean.copy_(mean)
+
+    def _natural_gradient(
+        self, start: Duals, past: Duals, A: Tensor, unexplained: Tensor, y: Tensor
+    ) -> Duals:
+        """The best ``q(b)`` at fixed hyperparameters."""
+        batch = Batch(
+            A,
+            unexplained,
+            torch.zeros_like(unexplained),
+            lambda mean, variance: expectations(self.likelihood, y, mean, variance),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return converge(start, lambda: [batch], past, tol=1e-4, max_steps=30)[0]
+
+    def _maximise(self, X: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> None:
+        """The bound, by L-BFGS."""
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        with torch.no_grad():
+            first = -self.bound(X, y)
+        worst = (first.abs() + 1) * 2
+
+        def loss() -> Tensor:
+            nonlocal worst
+            try:
+                value = -self.bound(X, y)
+            except (NanError, NotPSDError, ValueError, FloatingPointError):
+                value = worst * float("nan")
+            if not math.isfinite(value.detach()):  # the line search turns back
+                return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
+            worst = torch.maximum(worst, (value.detach().abs() + 1) * 2)
+            return value
+
+        closure = ForwardBackwardClosure(loss, parameters)
+        scipy_minimize(closure, parameters, options={"maxiter": self.iterations})
+        with torch.no_grad():
+            last = loss()
+            if not (math.isfinite(last) and last <= first):
+                for name, value in before.items():
+                    parameters[name].copy_(value)
 
     @torch.no_grad()
     def _keep(self, X: Tensor, y: Tensor) -> None:
         """Turn ``q(b)`` into what is kept of the past."""
-        L, A, _ = self._whitened(X)
+        L, A, unexplained = self._whitened(X)
+        past = self._past(L)
         if self.collapsed:
-            R, h = self._information(A, self._old(L)[0], y)
-            W = R @ R.mT
+            noise = self.likelihood.noise
+            duals = Duals(past.lam + A @ y / noise, past.B + A @ A.mT / noise)
         else:
-            root = self.root.tril()
-            eye = torch.eye(len(root), dtype=root.dtype)
-            W = (
-                torch.cholesky_inverse(root)
-                if bool((root.diagonal() > 0).all())
-                else (torch.linalg.inv(root @ root.mT + JITTER * eye))
-            )
-            h = W @ self.mean
+            W = torch.cholesky_inverse(self.root.tril())
+            eye = torch.eye(len(W), dtype=W.dtype)
+            duals = Duals(W @ self.mean, W - eye)
+            if self.natural:
+                duals = self._natural_gradient(duals, past, A, unexplained, y)
         inverse = torch.linalg.inv(L)
-        eye = torch.eye(len(W), dtype=W.dtype)
-        self.H, self.e = inverse.mT @ (W - eye) @ inverse, inverse.mT @ h
+        H = inverse.mT @ duals.B @ inverse
+        self.H, self.e = 0.5 * (H + H.mT), inverse.mT @ duals.lam
         self.old_Z = self.Z.detach().clone()
 
-    def _posterior(self, L: Tensor) -> tuple[Tensor, Tensor]:
-        """Precision and ``h`` of the whitened posterior, from what is kept."""
-        A_old, _ = self._old(L)
-        eye = torch.eye(len(L), dtype=L.dtype)
-        return eye + A_old @ self.H @ A_old.mT, A_old @ self.e
 
-
-def bui(stream: Stream, iterations: int = 100) -> Callable[[Tensor], Latent]:
-    """Trained on a stream."""
-    model = Bui(stream, iterations)
+def steps(stream: Stream, **options: Any) -> Iterator[Bui]:
+    """The model after each piece; options as for `Bui`."""
+    model = Bui(stream, **options)
     for X, Y in stream.pieces:
         model.learn(X, Y.squeeze(-1))
+        yield model
+
+
+def bui(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
+    """Trained on a stream; options as for `Bui`."""
+    *_, model = steps(stream, **options)
     return model.predict

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ from seqgp import DualELBO, SequentialGP
 from seqgp.memory import MemoryOptions
 
 
-def ours(
+def steps(
     stream: Stream, ard: bool = False, policy: str = "leverage", **options: Any
-) -> Callable[[Tensor], Latent]:
-    """All defaults, but for the memory: 10 more points after each piece, as in the paper."""
+) -> Iterator[SequentialGP]:
+    """The model after each piece.
+
+    Args:
+        stream: The data.
+        ard: Whether each input has a lengthscale of its own.
+        policy: Of the memory, which takes over 10 points of each piece, as in the paper.
+        options: Of `SequentialGP.update`; all others have their defaults.
+    """
     X, Y = stream.pieces[0]
     model = SequentialGP(
         X[:0],
@@ -29,8 +37,15 @@ def ours(
         inducing_points=stream.Z,
     )
     memory = MemoryOptions(capacity=None, per_update=10, policy=policy)
-    model.update_stream(stream.pieces, progress=False, memory=memory, **options)
-    return lambda inputs: _latent(model, inputs)
+    for X, Y in stream.pieces:
+        model.update(X, Y, memory=memory, **options)
+        yield model
+
+
+def ours(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
+    """Trained on a stream; options as for `steps`."""
+    *_, model = steps(stream, **options)
+    return partial(latent, model)
 
 
 def paper(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
@@ -40,7 +55,28 @@ def paper(stream: Stream, **options: Any) -> Callable[[Tensor], Latent]:
 
 def offline(stream: Stream, ard: bool = False) -> Callable[[Tensor], Latent]:
     """All data at once: what streaming is to equal."""
-    X, Y = stream.everything
+    model = fitted_to(stream, *stream.everything, ard=ard)
+    return partial(latent, model)
+
+
+def fitted_to(
+    stream: Stream,
+    X: Tensor,
+    Y: Tensor,
+    ard: bool = False,
+    learn: bool = True,
+    learn_inducing_points: bool = True,
+) -> SequentialGP:
+    """A model of some data, with the hyperparameters and inducing points that are best for them.
+
+    Args:
+        stream: Gives kernel, likelihood and initial inducing points.
+        X: ``n x d`` inputs.
+        Y: ``n x 1`` targets.
+        ard: Whether each input has a lengthscale of its own.
+        learn: Whether anything but the posterior is learnt at all.
+        learn_inducing_points: Whether inducing points are.
+    """
     model = SequentialGP(
         X,
         Y,
@@ -48,12 +84,15 @@ def offline(stream: Stream, ard: bool = False) -> Callable[[Tensor], Latent]:
         covar_module=stream.kernel(ard),
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
+        learn_inducing_points=learn_inducing_points,
     )
-    fit_gpytorch_mll(DualELBO(model.likelihood, model), starts=1, epochs=50)
-    return lambda inputs: _latent(model, inputs)
+    if learn:
+        fit_gpytorch_mll(DualELBO(model.likelihood, model), starts=1, epochs=50)
+    return model
 
 
 @torch.no_grad()
-def _latent(model: SequentialGP, X: Tensor) -> Latent:
+def latent(model: SequentialGP, X: Tensor) -> Latent:
+    """What a model says about the function at some inputs."""
     posterior = model.eval()(X)
     return Latent(posterior.mean, posterior.variance, model.likelihood)

@@ -202,6 +202,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.memory_options = MemoryOptions()
         self.memory_weights = train_X.new_ones(train_X.shape[-2])
         self.num_updates = 0
+        self.stream_mode = "pseudo-likelihood"
         self.num_seen = train_X.shape[-2]
         self.to(train_X)
         self.refresh()

@@ -154,6 +154,11 @@ class StreamMixin:
             raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
+        if self.num_updates and mode != self.stream_mode:
+            raise ValueError(
+                f"mode: this stream has been learnt with {self.stream_mode!r}, in which its "
+                f"summary means something else; got {mode!r}."
+            )
         if mode == "paper" and discount != 1:
             raise ValueError("discount: the paper's rule knows none.")
         if steps is None:
@@ -189,6 +194,7 @@ class StreamMixin:
                     bound, _ = self.bound(sites)
                 self._fold_all_but(kept, sites, discount)
                 self.refresh()
+            self.stream_mode = mode
             self.num_updates += 1
             self.num_seen += num_new
         gained = int((kept >= num_old).sum())
@@ -505,7 +511,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
     modules = [(m, dict(m._buffers), dict(m._parameters)) for m in model.modules()]
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
     training, weights = model.training, model.memory_weights
-    counts = model.num_updates, model.num_seen
+    counts = model.num_updates, model.num_seen, model.stream_mode
     try:
         yield
     except BaseException:
@@ -517,7 +523,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
                 parameter.copy_(value)
         model.train_inputs, model.train_targets, model.likelihood_arguments = data
         model.memory_weights = weights
-        model.num_updates, model.num_seen = counts
+        model.num_updates, model.num_seen, model.stream_mode = counts
         model.variational_strategy._clear_cache()
         model.train(training)
         raise

@@ -219,6 +219,90 @@ def test_gradients_of_the_bound_with_a_summary() -> None:
 # -------------------------------------------------------------------------------- updates
 
 
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "softmax"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_memory_stands_for_the_unexplained_variance_of_others(name: str, moved: bool) -> None:
+    r""":math:`-\tfrac12 \sum_i s_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, computed densely."""
+    model = stream(name, MemoryOptions(capacity=6), [20, 10])
+    S = model.variational_strategy.reference_points.clone()
+    model.covar_module.base_kernel.lengthscale = 0.4
+    if moved:
+        model.variational_strategy.inducing_points.data += 0.03
+    stands_for = model._stands_for()[..., :4]
+    assert (stands_for > 0).all()
+    with torch.no_grad():
+        difference = model.bound(tol=1e-10, stands_for=stands_for)[0] - model.bound(tol=1e-10)[0]
+        X, kernel = model.train_inputs[0][:4], model.covar_module
+        K = kernel(S).to_dense()
+        K = K + 1e-8 * K.diagonal().diag()
+        cross = kernel(S, X).to_dense()
+        unexplained = kernel(X, diag=True) - (cross * torch.linalg.solve(K, cross)).sum(0)
+        expected = -0.5 * (stands_for * unexplained).sum()
+        if name == "gaussian":
+            expected = expected / model.likelihood.noise.squeeze()
+    torch.testing.assert_close(difference, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_with_observations_that_stand_for_others() -> None:
+    """With respect to inducing points and hyperparameters, by finite differences."""
+    model = stream("gaussian", MemoryOptions(capacity=6), [30])
+    model.variational_strategy.inducing_points.data += 0.02
+    stands_for = model._stands_for()
+    model.bound(stands_for=stands_for)[0].backward()
+    for parameter in model.parameters():
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        for i in range(0, len(flat), 5):
+            values = []
+            for step in (1e-5, -2e-5):
+                flat[i] += step
+                values.append(float(model.bound(stands_for=stands_for)[0].detach()))
+            flat[i] += 1e-5
+            difference = (values[0] - values[1]) / 2e-5
+            assert gradient[i].item() == pytest.approx(difference, rel=1e-4, abs=1e-4)
+
+
+def test_lengthscales_of_classes_are_not_learnt_too_short() -> None:
+    """A sorted stream, of which a tenth is remembered, ends near what batch learning finds."""
+    X = torch.rand(600, 2, generator=torch.Generator().manual_seed(1)).sort(0).values
+    X = torch.stack([X[:, 0], X[torch.randperm(600), 1]], -1)
+    p = torch.sigmoid(3 * torch.sin(4 * X).sum(-1, keepdim=True) - 2)
+    Y = torch.bernoulli(p, generator=torch.Generator().manual_seed(2))
+    Z = X[::20]
+    batch = make_model("bernoulli", X, Y, Z)
+    fit_gpytorch_mll(DualELBO(batch.likelihood, batch))
+    streamed = make_model("bernoulli", X[:0], Y[:0], Z)
+    for x, y in zip(X.split(60), Y.split(60), strict=True):
+        streamed.update(x, y, memory=MemoryOptions(capacity=60))
+    probabilities = [
+        model.posterior(X, observation_noise=True).mean.detach() for model in (streamed, batch)
+    ]
+    assert (probabilities[0] - probabilities[1]).square().mean().sqrt() < 0.05
+    lengths = [model.covar_module.base_kernel.lengthscale.item() for model in (streamed, batch)]
+    assert lengths[0] > 0.7 * lengths[1]
+
+
+def test_thousands_of_updates_do_not_drift() -> None:
+    """One observation at a time, all folded: rounding is all that parts it from batch learning."""
+    X, Y, _ = make_data("gaussian", 1000)
+    Z = X[:8]
+    streamed = make_model("gaussian", X[:0], Y[:0], Z)
+    for x, y in zip(X.split(1), Y.split(1), strict=True):
+        streamed.update(x, y, memory=NOTHING, learn=False)
+    assert streamed.num_seen == 1000
+    assert_same_posterior(streamed, make_model("gaussian", X, Y, Z), 1e-10)
+
+
+def test_a_stream_is_learnt_in_one_mode() -> None:
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X[:10], Y[:10], X[:8])
+    model.update(X[10:20], Y[10:20], learn=False)
+    before = moments(model)
+    with pytest.raises(ValueError, match="mode: this stream has been learnt with 'pseudo-like"):
+        model.update(X[20:], Y[20:], learn=False, mode="paper")
+    for a, b in zip(before, moments(model), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
     X = torch.rand(300, 1)
     Y = torch.sin(12 * X) + 0.2 * torch.randn_like(X)

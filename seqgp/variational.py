@@ -358,36 +358,43 @@ class DualVariationalStrategy(DualState):
     def _joint(
         self, data: Observations, stands_for: Tensor | None
     ) -> tuple[Batch, Basis, Tensor | None]:
-        """Everything that the bound needs of the prior, from one evaluation of the kernel.
+        """Everything that the bound needs of the prior, from two evaluations of the kernel.
 
         Returns:
             The observations as the natural gradient sees them, the way from the basis of the
             stored duals, and the unexplained variance of the folded observations
             times their precision, estimated from ``stands_for``.
         """
-        Z, points, m = self.inducing_points, self.reference_points, self.inducing_points.shape[-2]
+        Z, points = self.inducing_points, self.reference_points
         x, stays = self._with_latents(data.inputs), self._stays(Z)
         shared = self.model.forward(Z).batch_shape.numel() == 1
-        left = Z if stays else torch.cat([Z, points], -2)
-        prior = joint_prior(self.model.forward, left, x, shared, with_left=True)
+        s = 0 if stays else points.shape[-2]
+        if s:
+            batch_shape = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
+            right = [t.expand(*batch_shape, *t.shape[-2:]) for t in (points, x)]
+            prior = joint_prior(self.model.forward, Z, torch.cat(right, -2), shared, with_left=True)
+        else:
+            prior = joint_prior(self.model.forward, Z, x, shared, with_left=True)
         assert prior.left is not None
         mean, K = prior.left
-        variance = prior.variance()
+        own, covariance = None, None  # the summary's own points
+        count = 0 if stands_for is None else stands_for.shape[-1]
+        if s and bool(self.summary_count.any()):
+            own = joint_prior(self.model.forward, points, x[..., :count, :], shared, with_left=True)
+            assert own.left is not None
+            covariance = own.left[1]
         if stays:
             chol, basis = self._basis(Z, K, mean)
         else:
-            K, cross, covariance = K[..., :m, :m], K[..., :m, m:], K[..., m:, m:]
-            chol, basis = self._basis(Z, K, mean[..., m:], cross, covariance)
-        batch = self._as_batch(chol, prior.cross[..., :m, :], prior.mean, variance, data)
+            chol, basis = self._basis(Z, K, prior.mean[..., :s], prior.cross[..., :s], covariance)
+        variance = prior.variance()[..., s:]
+        batch = self._as_batch(chol, prior.cross[..., s:], prior.mean[..., s:], variance, data)
         if stands_for is None:
             return batch, basis, None
-        first = slice(0, stands_for.shape[-1])
-        unexplained = batch.unexplained[..., first]
-        if not stays:
-            A = solve_lower(
-                scaled_cholesky(covariance, self.jitter_val), prior.cross[..., m:, first]
-            )
-            unexplained = unexplained_variance(A, variance[..., first])
+        unexplained = batch.unexplained[..., :count]
+        if own is not None and covariance is not None:
+            A = solve_lower(scaled_cholesky(covariance, self.jitter_val), own.cross)
+            unexplained = unexplained_variance(A, variance[..., :count])
         return batch, basis, (stands_for * unexplained).sum(-1)
 
     @torch.no_grad()

@@ -98,9 +98,11 @@ def measure(name: str, pieces: int, m: int, method: str, order: str, fold: int) 
     seconds: list[float] = []
     walls: list[float] = []
     nlpd: list[float] = []
-    spent, start = (0.0, 0.0), _clocks()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for _ in METHODS[method](replace(stream, pieces=stream.pieces[:2])):
+            pass  # what the first call of anything costs is not counted
+        spent, start = (0.0, 0.0), _clocks()
         for predict in METHODS[method](stream):
             now = _clocks()
             spent = (spent[0] + now[0] - start[0], spent[1] + now[1] - start[1])

@@ -205,7 +205,7 @@ def plot(units: dict[str, dict[str, Any]], directory: Path) -> str | None:
             offline = next(iter(methods.values()))["offline"]
             panel.axhline(offline, color="black", linestyle="--", linewidth=1, label="offline")
             best = min(min(unit["nlpd"]) for unit in methods.values())
-            panel.set_ylim(best - 0.01, min(best + 0.3, 0.75))
+            panel.set_ylim(best - 0.003, best + 0.09)
         panel.set(title=f"pieces {order}", xlabel="processor seconds of learning, one thread")
     axes[0].set_ylabel("test NLPD")
     axes[0].legend(frameon=False, fontsize=8)

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "banana": Entry("two crescents in four batches: conditioning and learning, a figure", "seeds"),
     "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
+    "magnetic": Entry("a field mapped by a robot as it drives, against rivals", "seeds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
 }

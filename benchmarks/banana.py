@@ -8,14 +8,13 @@ probabilities on a grid. Sorted, each batch is a strip of the plane; shuffled, i
 
 from __future__ import annotations
 
-import base64
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,50 +23,30 @@ from torch import Tensor
 from benchmarks.baselines import bui, csato, ours, ovc
 from benchmarks.data import find
 from benchmarks.runner import Options, Unit
+from benchmarks.snapshots import Snapshot, of_ours, of_rival, pack, unpack
 from benchmarks.streams import Latent, Stream, load, score
 
 BATCHES, GRID, EXTENT = 4, 50, 3.2
 ORDERS = ("sorted", "shuffled")
 
 
-class Snapshot(NamedTuple):
-    """A method after some of the batches."""
-
-    predict: Callable[[Tensor], Latent]
-    Z: Tensor
-    memory: Tensor
-
-
-def _of(models: Iterator[Any], points: str) -> Iterator[Snapshot]:
-    """Snapshots of a rival, which has no memory."""
-    for model in models:
-        Z = getattr(model, points).detach()
-        yield Snapshot(model.predict, Z, Z[:0])
-
-
-def _of_ours(models: Iterator[Any]) -> Iterator[Snapshot]:
-    for model in models:
-        Z = model.variational_strategy.inducing_points.detach()
-        yield Snapshot(partial(ours.latent, model), Z, model.train_inputs[0])
-
-
 #: By part and name: from a stream to a snapshot after each batch.
 METHODS: dict[str, dict[str, Callable[[Stream], Iterator[Snapshot]]]] = {
     "fixed": {
-        "ours": lambda s: _of_ours(ours.steps(s, learn=False)),
-        "ours, no memory": lambda s: _of_ours(ours.steps(s, learn=False, policy="none")),
-        "paper's rule": lambda s: _of_ours(ours.steps(s, learn=False, mode="paper")),
-        "OVC": lambda s: _of(ovc.steps(s, learn=False), "Z"),
-        "Bui et al.": lambda s: _of(bui.steps(s, learn=False), "Z"),
-        "Csato & Opper": lambda s: _of(csato.steps(s, learn=False), "basis"),
+        "ours": lambda s: of_ours(ours.steps(s, learn=False)),
+        "ours, no memory": lambda s: of_ours(ours.steps(s, learn=False, policy="none")),
+        "paper's rule": lambda s: of_ours(ours.steps(s, learn=False, mode="paper")),
+        "OVC": lambda s: of_rival(ovc.steps(s, learn=False), "Z"),
+        "Bui et al.": lambda s: of_rival(bui.steps(s, learn=False), "Z"),
+        "Csato & Opper": lambda s: of_rival(csato.steps(s, learn=False), "basis"),
     },
     "learnt": {
-        "ours": lambda s: _of_ours(ours.steps(s)),
-        "ours, no memory": lambda s: _of_ours(ours.steps(s, policy="none")),
-        "paper's rule": lambda s: _of_ours(ours.steps(s, mode="paper")),
-        "OVC": lambda s: _of(ovc.steps(s), "Z"),
-        "Bui et al.": lambda s: _of(bui.steps(s, iterations=100), "Z"),
-        "Csato & Opper": lambda s: _of(csato.steps(s), "basis"),
+        "ours": lambda s: of_ours(ours.steps(s)),
+        "ours, no memory": lambda s: of_ours(ours.steps(s, policy="none")),
+        "paper's rule": lambda s: of_ours(ours.steps(s, mode="paper")),
+        "OVC": lambda s: of_rival(ovc.steps(s), "Z"),
+        "Bui et al.": lambda s: of_rival(bui.steps(s, iterations=100), "Z"),
+        "Csato & Opper": lambda s: of_rival(csato.steps(s), "basis"),
     },
 }
 
@@ -191,17 +170,6 @@ def _hyperparameters(kernel: Any) -> dict[str, float]:
         "lengthscale": round(float(kernel.base_kernel.lengthscale), 4),
         "variance": round(float(kernel.outputscale), 4),
     }
-
-
-def pack(values: Tensor) -> str:
-    """Numbers for a figure, in half precision, as text."""
-    return base64.b64encode(values.detach().numpy().astype("<f2").tobytes()).decode()
-
-
-def unpack(text: str, columns: int) -> np.ndarray[Any, Any]:
-    """The inverse of `pack`: ``n x columns``."""
-    values = np.frombuffer(base64.b64decode(text), dtype="<f2").astype(float)
-    return values.reshape(-1, columns)
 
 
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:

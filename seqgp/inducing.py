@@ -17,44 +17,56 @@ def choose_inducing_points(
     candidates: Tensor,
     kernel: Kernel,
     max_points: int,
-    allocator: InducingPointAllocator,
-    tol: float = 1e-2,
+    allocator: InducingPointAllocator | None = None,
+    tol: float = 0.1,
+    gain: float = 4.0,
 ) -> Tensor:
     r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
 
-    A candidate brings something new if the present points leave more than ``tol`` of its prior
-    variance unexplained, :math:`k_{xx} - k_{xz} K_{zz}^{-1} k_{zx} > \tau k_{xx}`. If none does,
-    ``Z`` stays as it is. Otherwise the worst explained candidate is added, again and again, while
-    there is room. If there is no room left, the points are chosen anew among old ones and
-    candidates, by the allocator (pivoted Cholesky, as in the paper).
+    A candidate brings something new if the present points leave more of its variance unexplained
+    than is tolerated, :math:`k_{xx} - k_{xz} K_{zz}^{-1} k_{zx} > \tau s`. Here :math:`s`, the
+    largest semivariance :math:`\tfrac12 \operatorname{Var}[f(x) - f(z)]` between the two sets, is
+    the function's variance but for what all its values share. If none does, ``Z`` stays as it is.
+    Otherwise the worst explained candidate is added, again and again (a pivoted Cholesky
+    factorisation of the candidates given ``Z``), while there is room. Then it takes the place of
+    the most redundant point, that of which the others leave the least unexplained, as long as this
+    is ``gain`` times less than its own. Every exchange raises :math:`|K_{zz}|`: points do not come
+    and go.
 
     Args:
         Z: ``m x d`` present inducing points.
         candidates: ``n x d`` inputs to choose from.
         kernel: The kernel; if it is a batch, its first member decides.
         max_points: The largest number of inducing points.
-        allocator: A BoTorch allocator.
-        tol: The fraction of unexplained prior variance that is tolerated.
+        allocator: A BoTorch allocator that chooses anew among old points and candidates when there
+            is no room, instead of exchanges.
+        tol: The fraction :math:`\tau` of unexplained variance that is tolerated.
+        gain: How much an exchange has to bring.
 
     Returns:
         ``m' x d`` inducing points; ``Z`` itself if nothing is new.
     """
+    if not len(candidates):
+        return Z
     with torch.no_grad():
         prior = _first(kernel(candidates, diag=True), 1)
-        chol = scaled_cholesky(_first(to_dense(kernel(Z)), 2), relative_jitter(Z.dtype))
-        A = solve_lower(chol, _first(to_dense(kernel(Z, candidates)), 2))
+        K = _first(to_dense(kernel(Z)), 2)
+        cross = _first(to_dense(kernel(Z, candidates)), 2)
+        tolerated = tol * 0.5 * float((K.diagonal().unsqueeze(-1) + prior - 2 * cross).max())
+        A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
         residual = prior - A.square().sum(0)
         chosen: list[int] = []
         roots: list[Tensor] = []  # rows of the candidates' own pivoted Cholesky factor, given Z
-        while len(candidates) and bool((residual > tol * prior).any()):
+        while bool((residual > tolerated).any()):
             if len(Z) + len(chosen) >= max_points:
+                Z = torch.cat([Z, candidates[chosen]])
+                if allocator is None:
+                    return _exchange(Z, candidates, kernel, prior, tolerated, gain)
                 union = torch.cat([Z, candidates])
-                return allocator.allocate_inducing_points(
-                    union, kernel, min(max_points, len(union)), torch.Size()
-                )
-            pivot = int((residual / prior).argmax())
-            row = _first(to_dense(kernel(candidates[pivot : pivot + 1], candidates)), 2)[0]
-            row = row - A[:, pivot] @ A
+                number = min(max_points, len(union))
+                return allocator.allocate_inducing_points(union, kernel, number, torch.Size())
+            pivot = int(residual.argmax())
+            row = _row(kernel, candidates, pivot) - A[:, pivot] @ A
             for root in roots:
                 row = row - root[pivot] * root
             root = row / row[pivot].sqrt()
@@ -63,6 +75,35 @@ def choose_inducing_points(
             roots.append(root)
             chosen.append(pivot)
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
+
+
+def _exchange(
+    Z: Tensor, candidates: Tensor, kernel: Kernel, prior: Tensor, tolerated: float, gain: float
+) -> Tensor:
+    """Redundant points exchanged for candidates, at most each of them once."""
+    K = _first(to_dense(kernel(Z)), 2).clone()
+    cross = _first(to_dense(kernel(Z, candidates)), 2).clone()
+    points, jitter = Z, relative_jitter(Z.dtype)
+    for _ in range(len(Z)):
+        chol = scaled_cholesky(K, jitter)
+        unexplained = prior - solve_lower(chol, cross).square().sum(0)
+        # 1 / [K^-1]_jj is the variance of a point's value given those of all others.
+        own = 1 / torch.cholesky_inverse(chol).diagonal()
+        new, old = int(unexplained.argmax()), int(own.argmin())
+        if float(unexplained[new]) <= max(tolerated, gain * float(own[old])):
+            break
+        if points is Z:
+            points = Z.clone()
+        points[old] = candidates[new]
+        cross[old] = _row(kernel, candidates, new)
+        K[old] = K[:, old] = cross[:, new]
+        K[old, old] = prior[new]
+    return points
+
+
+def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:
+    """``n`` covariances of one of ``n`` inputs with all of them."""
+    return _first(to_dense(kernel(inputs[i : i + 1], inputs)), 2)[0]
 
 
 def _first(tensor: Tensor, event_dims: int) -> Tensor:

@@ -79,7 +79,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             at construction.
         outcome_transform: Applied to the targets; for real-valued likelihoods only.
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
-            default greedily by variance reduction.
+            default greedily by variance reduction. Along a stream, it chooses them anew where new
+            inputs ask for it; by default redundant ones are exchanged (`seqgp.inducing`).
         learn_inducing_points: Whether fitting moves them, where they are fewer than the inputs.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``).
@@ -168,8 +169,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             covar_module = get_covar_module_with_dim_scaled_prior(
                 ard_num_dims=X.shape[-1], batch_shape=module_shape
             ).to(X)
-        allocator = inducing_point_allocator or GreedyVarianceReduction()
-        Z = _choose_inducing_points(X, inducing_points, covar_module, allocator)
+        Z = _choose_inducing_points(X, inducing_points, covar_module, inducing_point_allocator)
         if (m > 1 or latents is not None) and Z.dim() > 2:
             Z = Z.unsqueeze(-3)
         super().__init__(
@@ -198,7 +198,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
-        self._inducing_point_allocator = allocator
+        self._inducing_point_allocator = inducing_point_allocator
         self.memory_options = MemoryOptions()
         self.memory_weights = train_X.new_ones(train_X.shape[-2])
         self.num_updates = 0
@@ -625,7 +625,7 @@ def _choose_inducing_points(
     X: Tensor,
     inducing_points: Tensor | int | None,
     covar_module: Kernel,
-    allocator: InducingPointAllocator,
+    allocator: InducingPointAllocator | None,
 ) -> Tensor:
     """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``."""
     if isinstance(inducing_points, Tensor):
@@ -640,6 +640,7 @@ def _choose_inducing_points(
         return X
     if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
         covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
+    allocator = GreedyVarianceReduction() if allocator is None else allocator
     chosen = [
         allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
         for x in X.reshape(-1, *X.shape[-2:])

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from botorch.models.utils.inducing_point_allocators import (
+    GreedyVarianceReduction,
+    InducingPointAllocator,
+)
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
@@ -89,7 +93,7 @@ class StreamMixin:
         steps: int | None = None,
         tol: float = 0.01,
         learning_rate: float = 0.01,
-        inducing: str = "learn",
+        inducing: str | None = None,
         max_inducing: int | None = None,
         discount: float = 1.0,
         **arguments: Any,
@@ -116,10 +120,11 @@ class StreamMixin:
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
             tol: L-BFGS stops when a step raises the bound by less than this, in nats.
             learning_rate: Adam's learning rate.
-            inducing: ``"learn"`` moves the inducing points by gradient along with the
-                hyperparameters, ``"adapt"`` adds or exchanges some where the new inputs ask for
-                it (`seqgp.inducing`), for domains that grow, ``"both"`` does both, ``"fixed"``
-                leaves them alone.
+            inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
+                them (`seqgp.inducing`), ``"learn"`` moves them by gradient along with the
+                hyperparameters, ``"both"`` does both, ``"fixed"`` leaves them alone. By default
+                ``"both"`` (``"learn"`` in paper mode), or ``"fixed"`` if nothing is learnt or the
+                model was told not to learn them.
             max_inducing: Their largest number if they are adapted; by default their present one.
             discount: Factor for what the summary held before, for streams that drift.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
@@ -141,6 +146,10 @@ class StreamMixin:
         start_time = time.perf_counter()
         if mode not in ("pseudo-likelihood", "paper"):
             raise ValueError(f"mode: expected pseudo-likelihood or paper, got {mode!r}.")
+        if inducing is None:
+            Z = self.variational_strategy.inducing_points
+            learns = learn and isinstance(Z, torch.nn.Parameter)
+            inducing = ("learn" if mode == "paper" else "both") if learns else "fixed"
         if inducing not in ("learn", "adapt", "both", "fixed"):
             raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
         if optimizer not in ("adam", "lbfgs"):
@@ -157,7 +166,10 @@ class StreamMixin:
             stands_for = self._stands_for()
             self._extend(X, targets, arguments)
             if inducing in ("adapt", "both"):
-                self._adapt_inducing_points(max_inducing)
+                allocator = self._inducing_point_allocator
+                if mode == "paper" and allocator is None:
+                    allocator = GreedyVarianceReduction()
+                self._adapt_inducing_points(max_inducing, allocator)
             learns_Z = inducing in ("learn", "both")
             if mode == "paper":
                 taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
@@ -349,8 +361,14 @@ class StreamMixin:
             key: value[..., index] for key, value in self.likelihood_arguments.items()
         }
 
-    def _adapt_inducing_points(self: Any, max_points: int | None) -> None:
-        """Inducing points where memory and new observations ask for them."""
+    def _adapt_inducing_points(
+        self: Any, max_points: int | None, allocator: InducingPointAllocator | None
+    ) -> None:
+        """Inducing points where memory and new observations ask for them.
+
+        The duals stay in the basis that they were made in, so that nothing is lost before the new
+        points have found their places.
+        """
         strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
         X, _, _ = self.training_data()
         chosen = choose_inducing_points(
@@ -358,10 +376,10 @@ class StreamMixin:
             X.reshape(-1, *X.shape[-2:])[0],
             self.covar_module,
             Z.shape[-2] if max_points is None else max_points,
-            self._inducing_point_allocator,
+            allocator,
         )
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
-            strategy.set_inducing_points(chosen)
+            strategy.start_from(chosen)
 
     def _learn(
         self: Any,

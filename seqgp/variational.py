@@ -496,6 +496,20 @@ class DualVariationalStrategy(DualState):
         state = self._build(Z)
         self._store(state.duals, state, Z)
 
+    def start_from(self, inducing_points: Tensor) -> None:
+        """Put inducing points elsewhere, while the duals stay in the basis that they were made in.
+
+        Predictions are those after `set_inducing_points`, but as long as the new points have not
+        been made the duals' own basis (by `rebase`, or by learning), they can be moved on or back
+        without loss.
+
+        Args:
+            inducing_points: ``... x m' x d``.
+        """
+        check_inducing_points(inducing_points)
+        self._assign("inducing_points", inducing_points.detach().to(self.inducing_points).clone())
+        self._clear_cache()
+
     @torch.no_grad()
     def rebase(self) -> None:
         """Make the present inducing points and hyperparameters the duals' own basis.

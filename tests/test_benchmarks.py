@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import BENCHMARKS, banana, data, timing
+from benchmarks import BENCHMARKS, banana, data, magnetic, snapshots, timing
 from benchmarks.__main__ import main, report
 from benchmarks.memory import MEGABYTE, peak_memory
 from benchmarks.runner import PACKAGES, Result, Times, Unit, race, run
@@ -89,9 +89,22 @@ def test_banana_runs(tmp_path: Path) -> None:
     assert fixed[0]["distance"] == pytest.approx(fixed[1]["distance"], abs=1e-4)
 
 
-def test_banana_packs_what_it_draws() -> None:
+def test_magnetic_runs(tmp_path: Path) -> None:
+    """On a made spiral: every step has its row, and ours keeps what it has driven through."""
+    only = "explore/in order/ours"
+    printed = command("magnetic", "--quick", "--only", only, "--out", str(tmp_path))
+    units = json.loads((tmp_path / "magnetic-quick.json").read_text())["units"]
+    assert "![maps](magnetic.png)" in printed
+    assert (tmp_path / "magnetic.png").stat().st_size > 10_000
+    for step in magnetic.SHOWN:
+        assert f"| ours | {step} |" in printed
+        assert units[only]["steps"][str(step)]["a"] < 0.4  # the made noise is 0.3
+    assert len(magnetic.stream_of("revisit", "in order", quick=True).pieces) == 4
+
+
+def test_figures_keep_what_they_draw() -> None:
     values = torch.rand(7, 3, dtype=torch.float64)
-    np.testing.assert_allclose(banana.unpack(banana.pack(values), 3), values, atol=1e-3)
+    np.testing.assert_allclose(snapshots.unpack(snapshots.pack(values), 3), values, atol=1e-3)
 
 
 def test_timing_runs(tmp_path: Path) -> None:

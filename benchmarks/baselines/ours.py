@@ -17,7 +17,11 @@ from seqgp.memory import MemoryOptions
 
 
 def steps(
-    stream: Stream, ard: bool = False, policy: str = "leverage", **options: Any
+    stream: Stream,
+    ard: bool = False,
+    policy: str = "leverage",
+    memory: MemoryOptions | None = None,
+    **options: Any,
 ) -> Iterator[SequentialGP]:
     """The model after each piece.
 
@@ -25,6 +29,7 @@ def steps(
         stream: The data.
         ard: Whether each input has a lengthscale of its own.
         policy: Of the memory, which takes over 10 points of each piece, as in the paper.
+        memory: Another memory instead.
         options: Of `SequentialGP.update`; all others have their defaults.
     """
     X, Y = stream.pieces[0]
@@ -36,7 +41,8 @@ def steps(
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
     )
-    memory = MemoryOptions(capacity=None, per_update=10, policy=policy)
+    if memory is None:
+        memory = MemoryOptions(capacity=None, per_update=10, policy=policy)
     for X, Y in stream.pieces:
         model.update(X, Y, memory=memory, **options)
         yield model

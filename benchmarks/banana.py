@@ -186,9 +186,9 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "hyperparameters: in (b) they have those of offline learning of the first batch. Bui et "
         "al.: 100 iterations of L-BFGS a batch, which is better than 20 here. The paper's "
         "rule chooses inducing points by pivoted Cholesky, as its text has it, which is better "
-        "here than learning them. Memory of both: 10 points a batch. Measured before with the reference code of the "
-        "paper, everything learnt: offline error .100, NLPD .253; streaming .104-.107, "
-        ".269-.278; Bui .102, .239-.243."
+        "here than learning them. Memory of both: 10 points a batch. Measured before with the "
+        "reference code of the paper, everything learnt: offline error .100, NLPD .253; streaming "
+        ".104-.107, .269-.278; Bui .102, .239-.243."
     ]
     for order in ORDERS:
         lines = [

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
+from seqgp.dual.sites import precision_floor
 from seqgp.fit import clamp_to_bounds
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
@@ -168,7 +169,7 @@ class StreamMixin:
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
-            stands_for = self._stands_for()
+            stands_for = self._stands_for() if learn else None
             self._extend(X, targets, arguments)
             if inducing in ("adapt", "both"):
                 allocator = self._inducing_point_allocator
@@ -193,7 +194,10 @@ class StreamMixin:
                 with torch.no_grad():
                     bound, _ = self.bound(sites)
                 self._fold_all_but(kept, sites, discount)
-                self.refresh()
+                # What is folded keeps its sites, so the posterior stays, unless old data fade or
+                # sites of negative precision, which cannot be folded, have been cut off.
+                if discount != 1 or precision_floor(self.likelihood) is None:
+                    self.refresh()
             self.stream_mode = mode
             self.num_updates += 1
             self.num_seen += num_new

@@ -334,8 +334,8 @@ class BatchOptimizer:
     def _best_f(self) -> Tensor | None:
         if self.incumbent == "observed" or self.objective_model is None:
             return best_valid(self.Y, self.valid, self.maximize)
-        mean = self.objective_model.posterior(self.X[self.valid].unsqueeze(-2)).mean
-        return mean.max() if self.maximize else mean.min()
+        posterior: Any = self.objective_model.posterior(self.X[self.valid].unsqueeze(-2))
+        return posterior.mean.max() if self.maximize else posterior.mean.min()
 
     def _default_objective(self, X: Tensor, Y: Tensor) -> Model:
         return SequentialGP(
@@ -371,8 +371,8 @@ class BatchOptimizer:
         if "choices" in options:
             choices = options["choices"]
             order = torch.randperm(len(choices), generator=generator, device="cpu")
-            index = order[torch.arange(start, n, device="cpu") % len(choices)]
-            return choices[index.to(choices.device)].to(self.bounds)
+            chosen = order[torch.arange(start, n, device="cpu") % len(choices)]
+            return choices[chosen.to(choices.device)].to(self.bounds)
         fixed = dict(options.get("fixed_features") or {})
         if constraints:
             bounds = self.bounds.clone()
@@ -436,7 +436,7 @@ class _Learner:
             result.base, result.num_fitted = self.base, self.num_fitted
             result.model = _condition_on_new(self.base, X, Y, self.num_fitted)
             return result
-        model = self.make(X, Y)
+        model = _make(self.make, X, Y)
         if fit:
             if self.base is not None:
                 _copy_hyperparameters(self.base, model)
@@ -461,10 +461,15 @@ class _Learner:
         self.num_fitted = state["num_fitted"]
         if not self.num_fitted:
             return
-        base = self.make(X[: self.num_fitted], Y[: self.num_fitted])
+        base = _make(self.make, X[: self.num_fitted], Y[: self.num_fitted])
         base.load_state_dict(state["model"])
         self.base = base.eval()
         self.model = _condition_on_new(self.base, X, Y, self.num_fitted)
+
+
+def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
+    with X.device:  # where BoTorch and GPyTorch make what has no device of its own
+        return make(X, Y)
 
 
 @torch.no_grad()

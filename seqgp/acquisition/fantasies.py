@@ -230,7 +230,8 @@ def fantasy_outcome(
         Y = _observed(model)
         constant = {"min": Y.amin(-2), "mean": Y.mean(-2), "max": Y.amax(-2)}[fantasy[9:]]
         return constant.expand(X.shape[-2], -1).to(X)
-    return model.posterior(X).mean
+    latent: Any = model.posterior(X)
+    return latent.mean
 
 
 def valid_improvement(
@@ -291,7 +292,8 @@ class _Separated(AcquisitionFunction):
     def __init__(
         self, function: AcquisitionFunction, taken: Tensor, bounds: Tensor, distance: float
     ) -> None:
-        super().__init__(model=getattr(function, "model", None))
+        model: Any = getattr(function, "model", None)
+        super().__init__(model=model)
         self.function = function
         # The root mean square over inputs as a Euclidean distance. Inputs that cannot vary do not.
         self.radius = distance * taken.shape[-1] ** 0.5
@@ -365,7 +367,7 @@ def _condition(model: Model, X: Tensor, Y: Tensor) -> Model:
         ) from error
 
 
-def _observed(model: Model) -> Tensor:
+def _observed(model: Any) -> Tensor:
     """``n x m`` training observations of a model, as they were before outcome transforms."""
     if isinstance(model, ModelList):
         columns = [_observed(part) for part in model.models]

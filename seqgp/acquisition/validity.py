@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
@@ -118,7 +118,7 @@ def log_validity(models: Models, X: Tensor, threshold: float = THRESHOLD) -> Ten
     """
     total: Tensor | float = 0.0
     for model in _flatten(models):
-        posterior = model.posterior(X)
+        posterior: Any = model.posterior(X)
         mean, variance = posterior.mean, posterior.variance
         if _is_probit(model):
             scaled = mean / (1 + variance).sqrt()
@@ -218,10 +218,11 @@ class LogValidExpectedImprovement(AcquisitionFunction):
     @t_batch_mode_transform(expected_q=1)  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:
         """The value at ``b x 1 x d`` candidates, of shape ``b``."""
-        value = log_validity(list(self.validity_models), X, self.threshold).squeeze(-1)
+        models: Any = self.validity_models
+        value = log_validity(list(models), X, self.threshold).squeeze(-1)
         if self.best_f is None:
             return value
-        posterior = self.model.posterior(X, posterior_transform=self.posterior_transform)
+        posterior: Any = self.model.posterior(X, posterior_transform=self.posterior_transform)
         mean = posterior.mean.squeeze(-1).squeeze(-1)
         sigma = posterior.variance.clamp_min(_MIN_VARIANCE).sqrt().squeeze(-1).squeeze(-1)
         u = _scaled_improvement(mean, sigma, self.best_f.to(mean), self.maximize)
@@ -347,10 +348,10 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
 
     def _odds(self, X: Tensor) -> LogOdds:
         """Of all conditions to hold, ``sample_shape x b x q``."""
-        valid, invalid = [], []
-        for model, sampler, order in zip(
-            self.validity_models, self.validity_samplers, self.orders, strict=True
-        ):
+        valid: list[Tensor] = []
+        invalid: list[Tensor] = []
+        models: Any = self.validity_models
+        for model, sampler, order in zip(models, self.validity_samplers, self.orders, strict=True):
             samples = sampler(model.posterior(X))
             flat = samples.reshape(len(order), *samples.shape[len(self.sample_shape) :])
             g = flat[order.to(samples.device)].reshape(samples.shape)
@@ -386,9 +387,9 @@ def _all_hold(valid: Sequence[Tensor], invalid: Sequence[Tensor]) -> LogOdds:
 def _flatten(models: Models) -> list[Model]:
     """The models of a list, and of model lists in it; raises for what is no validity model."""
 
-    def visit(models: Models) -> Iterator[Model]:
+    def visit(models: Any) -> Iterator[Model]:
         if isinstance(models, ModelList):
-            yield from models.models
+            yield from models.models  # type: ignore[misc]
         elif isinstance(models, Model):
             yield models
         else:

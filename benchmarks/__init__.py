@@ -30,5 +30,7 @@ BENCHMARKS = {
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
+    "lunar": Entry("batches for a lunar lander that may crash, against rivals", "seeds"),
+    "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
 }

@@ -1,4 +1,4 @@
-"""Hidden failing regions: regret with failures learnt, ignored and penalised; a batch's cost.
+"""Hidden failing regions: regret with failures learnt, penalised and left pending; a batch's cost.
 
 Constrained problems of BoTorch whose constraints are seen only as pass or fail, and whose values
 are not seen where they fail. All ways start from the same points and propose batches of three.
@@ -45,13 +45,13 @@ FIT = {"maxiter": 20}
 #: Problem, initial evaluations, evaluations in all.
 PROBLEMS: dict[str, tuple[Callable[..., ConstrainedSyntheticTestFunction], int, int]] = {
     "Gramacy": (ConstrainedGramacy, 6, 30),
-    "Hartmann": (ConstrainedHartmann, 24, 60),
+    "Hartmann": (ConstrainedHartmann, 24, 48),
 }
 WAYS = {
     "learnt": "failures learnt (ours)",
     "qlognei": "qLogNEI, Gaussian 0/1",
     "penalised": "failures have the worst value",
-    "ignored": "failures ignored",
+    "pending": "failures kept as pending",
     "random": "random",
 }
 
@@ -99,7 +99,8 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if way == "random":
-            X = torch.cat([X, draw_sobol_samples(bounds, evaluations - initial, 1).squeeze(1)])
+            number = evaluations - initial
+            X = torch.cat([X, draw_sobol_samples(bounds, number, 1, seed=1000 + seed).squeeze(1)])
         elif way == "qlognei":
             X = run_qlognei(X, evaluate, evaluations, bounds)
         else:
@@ -115,27 +116,28 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
 def run_ours(
     X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor, way: str, seed: int
 ) -> Tensor:
-    """The loop: as it is, without what failed, or with the worst value for it."""
+    """The loop: as it is, with the worst value for failures, or without learning from them.
+
+    In the last case they are treated as points that are still being evaluated, so that they are not
+    proposed again.
+    """
     loop = BatchOptimizer(
         bounds, num_initial=1, refit_every=BATCH, fit_options=FIT, seed=seed, **OPTIMIZE
     )
-    asked = X
+    asked, pending = X, X[:0]
     while True:
         Y, valid = evaluate(X)
         if way == "penalised":
-            # All at once: what is worst may change.
-            old = loop.Y[loop.valid]
-            known = torch.cat([old, Y[valid]])
-            worst = known.min() if len(known) else Y.new_zeros(())
-            loop.tell(X, torch.where(valid, Y, worst))
-        elif way == "ignored":
-            if valid.any():
-                loop.tell(X[valid], Y[valid])
+            known = torch.cat([loop.Y, Y[valid]])
+            loop.tell(X, torch.where(valid, Y, known.min() if len(known) else 0.0))
+        elif way == "pending":
+            pending = torch.cat([pending, X[~valid]])
+            loop.tell(X[valid], Y[valid])
         else:
             loop.tell(X, Y, valid)
         if len(asked) >= evaluations:
             return asked
-        X = loop.ask(BATCH) if len(loop.X) else draw_sobol_samples(bounds, BATCH, 1).squeeze(1)
+        X = loop.ask(BATCH, X_pending=pending)
         asked = torch.cat([asked, X])
 
 
@@ -144,7 +146,7 @@ def run_qlognei(X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor) -> T
     while len(X) < evaluations:
         Y, valid = evaluate(X)
         if not valid.any():
-            X = torch.cat([X, draw_sobol_samples(bounds, BATCH, 1).squeeze(1)])
+            X = torch.cat([X, draw_sobol_samples(bounds, BATCH, 1, seed=len(X)).squeeze(1)])
             continue
         models = []
         for inputs, targets in ((X[valid], Y[valid]), (X, valid.to(X))):

@@ -346,10 +346,10 @@ class BatchOptimizer:
         )
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:
-        """A classifier that may be sure of itself: where evaluations fail is often sharp."""
-        kernel = get_covar_module_with_dim_scaled_prior(ard_num_dims=X.shape[-1])
-        scaled = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(2.0, 1.0))
-        scaled.outputscale = 7.0
+        """A classifier that is sure of itself near data: where evaluations fail is often sharp."""
+        kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=False)
+        scaled = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(4.0, 1.0))
+        scaled.outputscale = 30.0
         return SequentialGP(
             X,
             labels,

@@ -1,4 +1,4 @@
-"""Hidden failing regions: regret with failures learnt, penalised and left pending; a batch's cost.
+"""Hidden failing regions: regret with failures learnt and penalised; the cost of a batch.
 
 Constrained problems of BoTorch whose constraints are seen only as pass or fail, and whose values
 are not seen where they fail. All ways start from the same points and propose batches of three.
@@ -51,7 +51,6 @@ WAYS = {
     "learnt": "failures learnt (ours)",
     "qlognei": "qLogNEI, Gaussian 0/1",
     "penalised": "failures have the worst value",
-    "pending": "failures kept as pending",
     "random": "random",
 }
 
@@ -116,28 +115,21 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
 def run_ours(
     X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor, way: str, seed: int
 ) -> Tensor:
-    """The loop: as it is, with the worst value for failures, or without learning from them.
-
-    In the last case they are treated as points that are still being evaluated, so that they are not
-    proposed again.
-    """
+    """The loop: as it is, or with the worst value for failures."""
     loop = BatchOptimizer(
         bounds, num_initial=1, refit_every=BATCH, fit_options=FIT, seed=seed, **OPTIMIZE
     )
-    asked, pending = X, X[:0]
+    asked = X
     while True:
         Y, valid = evaluate(X)
         if way == "penalised":
             known = torch.cat([loop.Y, Y[valid]])
             loop.tell(X, torch.where(valid, Y, known.min() if len(known) else 0.0))
-        elif way == "pending":
-            pending = torch.cat([pending, X[~valid]])
-            loop.tell(X[valid], Y[valid])
         else:
             loop.tell(X, Y, valid)
         if len(asked) >= evaluations:
             return asked
-        X = loop.ask(BATCH, X_pending=pending)
+        X = loop.ask(BATCH)
         asked = torch.cat([asked, X])
 
 
@@ -245,7 +237,7 @@ def plot(curves: dict[str, dict[str, Tensor]], directory: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    colours = dict(zip(WAYS.values(), ("C3", "C4", "C1", "C0", "C7"), strict=True))
+    colours = dict(zip(WAYS.values(), ("C3", "C4", "C0", "C7"), strict=True))
     figure, axes = plt.subplots(
         1, len(curves), figsize=(5.5 * len(curves), 4), layout="constrained", squeeze=False
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from seqgp.loop import BatchOptimizer
 
-NUMBER = 81
+NUMBER = 161
 COLOURS = {"learnt": "#12355b", "penalised": "#f05d23", "left out": "#8a8a8a"}
 
 

@@ -26,6 +26,7 @@ from botorch.sampling.normal import IIDNormalSampler
 from torch import Tensor
 
 from seqgp.acquisition.validity import THRESHOLD, LogValidExpectedImprovement, best_valid
+from seqgp.model import SequentialGP
 from seqgp.posteriors import ObservationPosterior
 from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs
@@ -358,9 +359,11 @@ def _append(old: Tensor | None, new: Tensor | None, num_old: int, num_new: int) 
 
 @torch.no_grad()
 def _condition(model: Model, X: Tensor, Y: Tensor) -> Model:
+    if not isinstance(model, SequentialGP):
+        model.posterior(X)  # fills the caches of BoTorch's exact models
     try:
         return model.condition_on_observations(X, Y)
-    except (AttributeError, NotImplementedError, RuntimeError, UnsupportedError) as error:
+    except (AttributeError, NotImplementedError, UnsupportedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be conditioned on fantasies ({error}). Use a "
             "SequentialGP, or leave this model alone with None among the fantasies."

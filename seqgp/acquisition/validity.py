@@ -14,6 +14,9 @@ conditions that must all hold, independently of each other.
   is what exceeds a threshold: :math:`p(x) = P(g(x) > t) = \Phi((m - t) / \sqrt v)`, as in BoTorch's
   `LogConstrainedExpectedImprovement`.
 
+BoTorch's own way to a classifier, ``constraints=[...]`` with ``fat=[None]``, is not used: for
+`qLogNoisyExpectedImprovement` it takes no observation for valid, and so inflates the improvement.
+
 Everything is in logarithms, by `log_ndtr` and BoTorch's log-EI: nothing underflows, and gradients
 point somewhere also where little is to be gained.
 """
@@ -214,6 +217,18 @@ class LogValidExpectedImprovement(AcquisitionFunction):
         self.posterior_transform = posterior_transform
         self.maximize, self.threshold = maximize, threshold
         self.register_buffer("best_f", _as_buffer(best_f))
+
+    def set_X_pending(self, X_pending: Tensor | None = None) -> None:
+        """Not supported.
+
+        Args:
+            X_pending: As in BoTorch.
+        """
+        if X_pending is not None:
+            raise UnsupportedError(
+                "X_pending: this function is of one point; use fantasy_batch, or "
+                "qLogValidExpectedImprovement."
+            )
 
     @t_batch_mode_transform(expected_q=1)  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:

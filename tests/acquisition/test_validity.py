@@ -34,6 +34,7 @@ from seqgp.acquisition import (
     qLogValidExpectedImprovement,
 )
 from seqgp.acquisition.validity import LogOdds, log_expected_best
+from seqgp.dual.sites import base_samples
 from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -407,3 +408,33 @@ def test_outcome_transforms_are_undone() -> None:
         ModelListGP(f, g), 105.0, objective_index=0, constraints={1: (0.5, None)}
     )
     assert_close(LogValidExpectedImprovement(f, g, 105.0)(x), theirs(x), 1e-10)
+
+
+def test_pending_points_are_not_for_one_point() -> None:
+    acquisition = LogValidExpectedImprovement(objective(), classifier(), 0.3)
+    acquisition.set_X_pending(None)
+    with pytest.raises(UnsupportedError, match="fantasy_batch"):
+        acquisition.set_X_pending(make_inputs(2, 2))
+
+
+@pytest.mark.parametrize("kind", [LogValidExpectedImprovement, qLogValidExpectedImprovement])
+def test_nothing_is_made_on_the_default_device(kind: Any) -> None:
+    """Which is "meta" here, while models and data are on the CPU."""
+    f, models, X = objective(), [classifier(), gaussian()], make_inputs(3, 1, 2)
+    expected = kind(f, models, 0.3)(X)
+    base_samples.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        actual = kind(f, models, 0.3)(X)
+    finally:
+        torch.set_default_device(None)
+        base_samples.cache_clear()
+    assert_close(actual, expected, 1e-12)
+
+
+def test_single_precision_of_batches() -> None:
+    f, g, X = objective().float(), classifier().float(), make_inputs(3, 2, 2)
+    single = qLogValidExpectedImprovement(f, g, 0.3, sampler(256))(X.float())
+    assert single.dtype == torch.float32
+    double = qLogValidExpectedImprovement(objective(), classifier(), 0.3, sampler(256))(X)
+    assert_close(single, double, 1e-2)  # other base samples: Sobol numbers have fewer digits

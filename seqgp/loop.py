@@ -143,7 +143,8 @@ class BatchOptimizer:
             pending = len(X_pending)
         if len(self.X) < max(self.num_initial, 1):
             return self._initial_points(len(self.X) + pending, q)
-        models = [model for model in (self.objective_model, self.validity_model) if model]
+        learnt = (self.objective_model, self.validity_model)
+        models = [model for model in learnt if model is not None]
         best_f = None if self.objective_model is None else self._best_f()
         devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

@@ -60,11 +60,11 @@ def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> P
     axis.contour(line, line, valid, [0.5], colors="black", linewidths=1.2, linestyles=":")
     number = 1 + (len(asked) - INITIAL) // BATCH
     start = asked[:INITIAL]
-    axis.scatter(start[:, 0], start[:, 1], s=22, color="0.6", label="initial")
+    axis.scatter(start[:, 0], start[:, 1], s=22, color="0.6", label="initial", clip_on=False)
     shown_batches = sorted({1, 2, max(1, (number - 1) // 2), number - 1})
     for k in shown_batches:
         X = asked[INITIAL + (k - 1) * BATCH : INITIAL + k * BATCH]
-        axis.scatter(X[:, 0], X[:, 1], s=65, edgecolors="white", label=f"batch {k}", zorder=3)
+        axis.scatter(*X.T, s=65, edgecolors="white", label=f"batch {k}", zorder=3, clip_on=False)
     axis.plot(*peak, "*", color="white", markeredgecolor="black", markersize=17, zorder=4)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
     axis.set_title("points of a batch keep apart, by fantasies")
@@ -101,5 +101,6 @@ def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> P
 def _points(axis: Axes, X: Tensor, valid: Tensor) -> None:
     """Circles for what was valid, crosses for what failed."""
     good, bad = X[valid], X[~valid]
-    axis.scatter(good[:, 0], good[:, 1], s=34, color="#1b7f3b", edgecolors="white", zorder=3)
-    axis.scatter(bad[:, 0], bad[:, 1], s=38, color="#c1121f", marker="x", zorder=3)
+    style = {"zorder": 3, "clip_on": False}
+    axis.scatter(*good.T, s=34, color="#1b7f3b", edgecolors="white", **style)
+    axis.scatter(*bad.T, s=38, color="#c1121f", marker="x", **style)

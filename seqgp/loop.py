@@ -20,7 +20,12 @@ from gpytorch.priors import LogNormalPrior
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from seqgp.acquisition.fantasies import Fantasy, fantasy_batch, valid_improvement
+from seqgp.acquisition.fantasies import (
+    SEPARATION,
+    Fantasy,
+    fantasy_batch,
+    valid_improvement,
+)
 from seqgp.acquisition.validity import best_valid, log_validity
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
@@ -86,7 +91,7 @@ class BatchOptimizer:
         maximize: bool = True,
         num_initial: int | None = None,
         fantasy: Fantasy = "mean",
-        separation: float = 0.01,
+        separation: float = SEPARATION,
         learn_from_failures: bool = False,
         incumbent: str = "observed",
         refit_every: int = 1,

@@ -35,7 +35,7 @@ from seqgp.validation import check_inputs
 FANTASIES = ("mean", "sample", "believer", "constant_min", "constant_mean", "constant_max")
 
 #: In units of the bounds' range; see `fantasy_batch`.
-SEPARATION = 1e-3
+SEPARATION = 0.01
 
 Fantasy = str | None | Callable[[Model, Tensor], Tensor | None]
 
@@ -160,7 +160,10 @@ def fantasy_batch(
             if apart.any():
                 candidates, found = candidates[apart], found[apart]
             else:
-                candidates, found = optimize(separated, taken)
+                candidates, penalised = optimize(separated, taken)
+                candidates = candidates[penalised.argmax()].unsqueeze(0)
+                with torch.no_grad():
+                    found = function(candidates).reshape(1)
         best = found.argmax()
         candidate = candidates[best].unsqueeze(0)
         proposed = torch.cat([proposed, candidate])
@@ -296,9 +299,10 @@ class _Separated(AcquisitionFunction):
         model: Any = getattr(function, "model", None)
         super().__init__(model=model)
         self.function = function
-        # The root mean square over inputs as a Euclidean distance. Inputs that cannot vary do not.
+        # The root mean square over inputs, as a Euclidean distance.
         self.radius = distance * taken.shape[-1] ** 0.5
-        self.scale = (bounds[1] - bounds[0]).clamp_min(torch.finfo(bounds.dtype).tiny)
+        width = bounds[1] - bounds[0]
+        self.scale = torch.where(width.isfinite() & (width > 0), width, 1.0)
         self.taken = taken / self.scale
 
     def set_X_pending(self, X_pending: Tensor | None = None) -> None:

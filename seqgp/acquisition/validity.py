@@ -62,7 +62,7 @@ class NoValidObservationWarning(UserWarning):
     """There is nothing to improve on yet: validity itself is what is maximised."""
 
 
-class LogOdds(NamedTuple):
+class LogChances(NamedTuple):
     """Log-probabilities of a point to be valid and to be not."""
 
     valid: Tensor
@@ -135,7 +135,7 @@ def log_validity(models: Models, X: Tensor, threshold: float = THRESHOLD) -> Ten
     return total
 
 
-def log_expected_best(log_values: Tensor, odds: LogOdds) -> Tensor:
+def log_expected_best(log_values: Tensor, chances: LogChances) -> Tensor:
     r"""Expected best of ``q`` positive values, each of which counts only if its point is valid.
 
     Given the values :math:`a_1 \ge \dots \ge a_q` in order, the best is that of the first valid
@@ -149,13 +149,13 @@ def log_expected_best(log_values: Tensor, odds: LogOdds) -> Tensor:
 
     Args:
         log_values: ``... x q`` values :math:`\log a_i`, in any order.
-        odds: ``... x q`` log-probabilities :math:`\log p_i` and :math:`\log (1 - p_i)`.
+        chances: ``... x q`` log-probabilities :math:`\log p_i` and :math:`\log (1 - p_i)`.
 
     Returns:
         ``...``, the logarithm of the expectation.
     """
     log_values, order = log_values.sort(dim=-1, descending=True)
-    valid, invalid = (part.expand_as(order).gather(-1, order) for part in odds)
+    valid, invalid = (part.expand_as(order).gather(-1, order) for part in chances)
     none_before = torch.nn.functional.pad(invalid[..., :-1], (1, 0)).cumsum(-1)
     return logsumexp(log_values + valid + none_before, dim=-1)
 
@@ -343,25 +343,25 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
     @t_batch_mode_transform()  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:
         """The value at ``b x q x d`` candidates, of shape ``b``."""
-        odds = self._odds(X)
+        chances = self._chances(X)
         if self.best_f is None:
-            log_improvement = torch.zeros_like(odds.valid)
+            log_improvement = torch.zeros_like(chances.valid)
         else:
             _, values = self._get_samples_and_objectives(X)
             log_improvement = _log_improvement(
                 values, self.best_f.to(values), self.tau_relu, self.fat
             )
             if is_ensemble(self.model):
-                odds = LogOdds(*(part.unsqueeze(-2) for part in odds))
+                chances = LogChances(*(part.unsqueeze(-2) for part in chances))
         # Of batches of models, not all may be there in both: sort what is.
-        shape = torch.broadcast_shapes(log_improvement.shape, odds.valid.shape)
-        value = log_expected_best(log_improvement.expand(shape), odds)
+        shape = torch.broadcast_shapes(log_improvement.shape, chances.valid.shape)
+        value = log_expected_best(log_improvement.expand(shape), chances)
         dim = tuple(range(len(self.sample_shape)))
         if self.best_f is not None and is_ensemble(self.model):
             dim = (*dim, -1)
         return logmeanexp(value, dim=dim)
 
-    def _odds(self, X: Tensor) -> LogOdds:
+    def _chances(self, X: Tensor) -> LogChances:
         """Of all conditions to hold, ``sample_shape x b x q``."""
         valid: list[Tensor] = []
         invalid: list[Tensor] = []
@@ -371,10 +371,10 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
             flat = samples.reshape(len(order), *samples.shape[len(self.sample_shape) :])
             g = flat[order.to(samples.device)].reshape(samples.shape)
             if _is_probit(model):
-                parts = LogOdds(torch.special.log_ndtr(g), torch.special.log_ndtr(-g))
+                parts = LogChances(torch.special.log_ndtr(g), torch.special.log_ndtr(-g))
             else:
                 scaled = (g - self.threshold) / self.eta
-                parts = LogOdds(log_fatmoid(scaled), log_fatmoid(-scaled))
+                parts = LogChances(log_fatmoid(scaled), log_fatmoid(-scaled))
             valid += parts.valid.unbind(-1)
             invalid += parts.invalid.unbind(-1)
         return _all_hold(valid, invalid)
@@ -387,7 +387,7 @@ class _FirstOutput(MCAcquisitionObjective):
         return samples[..., 0]
 
 
-def _all_hold(valid: Sequence[Tensor], invalid: Sequence[Tensor]) -> LogOdds:
+def _all_hold(valid: Sequence[Tensor], invalid: Sequence[Tensor]) -> LogChances:
     """Log-probabilities that all of some independent conditions hold, and that not all do.
 
     Not all of them do if one is the first that does not.
@@ -396,7 +396,7 @@ def _all_hold(valid: Sequence[Tensor], invalid: Sequence[Tensor]) -> LogOdds:
     for holds, fails in zip(valid, invalid, strict=True):
         terms.append(all_valid + fails)
         all_valid = all_valid + holds
-    return LogOdds(all_valid, logsumexp(torch.stack(terms, -1), dim=-1))
+    return LogChances(all_valid, logsumexp(torch.stack(terms, -1), dim=-1))
 
 
 def _flatten(models: Models) -> list[Model]:

@@ -416,6 +416,9 @@ def test_separation_penalises_only_what_is_near() -> None:
     assert near.any()
     assert_close(separated(X)[~near], plain(X)[~near], 1e-12)
     assert (separated(X)[near] < plain(X)[near]).all()
+    # Inputs without a range, or with an infinite one, are compared as they are.
+    odd = torch.tensor([[-torch.inf, 0.3], [torch.inf, 0.3]])
+    assert_close(_Separated(plain, taken, odd, 0.1)(X), separated(X), 1e-12)
     x = taken[:1].unsqueeze(0).requires_grad_()
     (gradient,) = torch.autograd.grad(separated(x).sum(), x)
     assert gradient.isfinite().all()

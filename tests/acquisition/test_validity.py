@@ -33,7 +33,7 @@ from seqgp.acquisition import (
     log_validity,
     qLogValidExpectedImprovement,
 )
-from seqgp.acquisition.validity import LogOdds, log_expected_best
+from seqgp.acquisition.validity import LogChances, log_expected_best
 from seqgp.dual.sites import base_samples
 from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
 
@@ -236,24 +236,24 @@ def test_a_classifier_of_botorch() -> None:
 
 def test_expected_best_by_enumeration() -> None:
     """Over all ways in which points can be valid."""
-    log_values, log_odds = torch.randn(5, 4), torch.randn(5, 4)
-    odds = LogOdds(
-        torch.nn.functional.logsigmoid(log_odds), torch.nn.functional.logsigmoid(-log_odds)
+    log_values, logits = torch.randn(5, 4), torch.randn(5, 4)
+    chances = LogChances(
+        torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
     )
     expected = torch.zeros(5)
     for valid in itertools.product([0.0, 1.0], repeat=4):
         v = torch.tensor(valid)
-        probability = (v * odds.valid.exp() + (1 - v) * odds.invalid.exp()).prod(-1)
+        probability = (v * chances.valid.exp() + (1 - v) * chances.invalid.exp()).prod(-1)
         expected = expected + probability * (v * log_values.exp()).amax(-1)
-    assert_close(log_expected_best(log_values, odds).exp(), expected, 1e-12)
+    assert_close(log_expected_best(log_values, chances).exp(), expected, 1e-12)
 
 
 def test_expected_best_for_sure() -> None:
     """Points that are surely valid or surely not, and gradients there."""
     log_values = torch.tensor([0.3, 1.2, 2.0], requires_grad=True)
     g = torch.tensor([50.0, 50.0, -50.0], requires_grad=True)
-    odds = LogOdds(torch.special.log_ndtr(g), torch.special.log_ndtr(-g))
-    value = log_expected_best(log_values, odds)
+    chances = LogChances(torch.special.log_ndtr(g), torch.special.log_ndtr(-g))
+    value = log_expected_best(log_values, chances)
     assert_close(value, torch.tensor(1.2))
     for gradient in torch.autograd.grad(value, [log_values, g]):
         assert gradient.isfinite().all()

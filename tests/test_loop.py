@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -143,6 +145,14 @@ def test_goes_on_from_its_state(refit_every: int) -> None:
     assert torch.equal(other.ask(1), loop.ask(1))
     with pytest.raises(ValueError, match="version"):
         other.load_state_dict({"version": 0})
+
+
+def test_can_be_pickled_and_copied() -> None:
+    """As a whole, with its options: also between refits."""
+    loop, X = optimizer(refit_every=100), make_inputs(2, 2)
+    loop.tell(X, *evaluate(X))
+    for other in (pickle.loads(pickle.dumps(loop)), copy.deepcopy(loop)):
+        assert torch.equal(other.ask(1), loop.ask(1))
 
 
 def test_between_refits_models_are_conditioned() -> None:

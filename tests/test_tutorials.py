@@ -52,3 +52,26 @@ def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
         assert abs(float(stream) - float(refit)) < 0.02
     for task in (rows[:5], rows[5:]):
         assert float(task[-1][-2]) < float(task[0][-2]) - 0.1  # it has learnt something
+
+
+def test_failures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tutorials.failures"],
+        cwd=tmp_path,
+        env={**os.environ, "SEQGP_SMOKE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for way in ("learnt", "penalised", "left out"):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(way)]
+        assert row.endswith("%")
+    image = matplotlib.image.imread(tmp_path / "figures" / "failures.png")[..., :3]
+    height, width, _ = image.shape
+    for row_of, column in ((r, c) for r in range(2) for c in range(3)):
+        panel = image[
+            row_of * height // 2 : (row_of + 1) * height // 2,
+            column * width // 3 : (column + 1) * width // 3,
+        ]
+        assert panel.std() > 0.05

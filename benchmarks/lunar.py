@@ -1,0 +1,235 @@
+"""Batch Bayesian optimisation of a lunar lander: reward, and whether it lands.
+
+Twelve constants of a controller, in wind (`benchmarks.lander`). An evaluation is the mean reward of
+five landings, the same terrains and winds each time; it is a success if most of them end on
+the ground without a crash. All ways start from the same 24 points and have 90 evaluations. The
+models are those of the paper: for the reward an ARD Matern-5/2 kernel, for success an ARD RBF
+kernel of variance 100, with BoTorch's prior on lengthscales for all alike. Ours learns
+hyperparameters after six evaluations and is conditioned in between; BoTorch's learns them for each
+batch. The rewards of failures are known to all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from botorch.acquisition import qLogNoisyExpectedImprovement
+from botorch.acquisition.objective import GenericMCObjective
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import ModelListGP, SingleTaskGP
+from botorch.models.transforms import Normalize, Standardize
+from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
+from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
+from botorch.utils.sampling import draw_sobol_samples
+from gpytorch.kernels import ScaleKernel
+from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from torch import Tensor
+
+from benchmarks.lander import CONSTANTS, DIMENSION, Lander, bounds
+from benchmarks.runner import Options, Unit
+from seqgp import SequentialGP
+from seqgp.loop import BatchOptimizer
+
+INITIAL, BATCH, EPISODES = 24, 3, 5
+OPTIMIZE: dict[str, Any] = {"num_restarts": 2, "raw_samples": 128, "options": {"maxiter": 20}}
+FIT = {"maxiter": 20}
+REFIT = 6
+WAYS = {
+    "fantasies": "fantasies, batches of 3",
+    "sequential": "one at a time",
+    "believer": "Kriging believer, batches of 3",
+    "qlognei": "qLogNEI, Gaussian 0/1, batches of 3",
+    "random": "random",
+}
+
+
+def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
+    """All ways for each seed."""
+    quick = options.quick
+    evaluations, episodes = (INITIAL + 6, 1) if quick else (90, EPISODES)
+    seeds = options.repeats or (1 if quick else 5)
+    work = [
+        Unit(f"{way}/seed{seed}", partial(measure, way, seed, evaluations, episodes))
+        for seed in range(seeds)
+        for way in WAYS
+    ]
+    settings = {"quick": quick, "evaluations": evaluations, "episodes": episodes}
+    return settings, work
+
+
+def make_objective(X: Tensor, Y: Tensor) -> SequentialGP:
+    """The reward: Gaussian, Matern-5/2."""
+    kernel = get_covar_module_with_dim_scaled_prior(DIMENSION, use_rbf_kernel=False)
+    return SequentialGP(
+        X,
+        Y,
+        covar_module=ScaleKernel(kernel).to(X),
+        input_transform=Normalize(DIMENSION, bounds=bounds()),
+        outcome_transform=Standardize(1),
+    )
+
+
+def make_validity(X: Tensor, labels: Tensor) -> SequentialGP:
+    """Success: Bernoulli, RBF of variance 100."""
+    kernel = ScaleKernel(get_covar_module_with_dim_scaled_prior(DIMENSION)).to(X)
+    kernel.outputscale = 100.0
+    kernel.raw_outputscale.requires_grad_(False)
+    return SequentialGP(
+        X,
+        labels,
+        likelihood=BernoulliLikelihood(),
+        covar_module=kernel,
+        input_transform=Normalize(DIMENSION, bounds=bounds()),
+    )
+
+
+def measure(way: str, seed: int, evaluations: int, episodes: int, **changes: Any) -> dict[str, Any]:
+    """Reward and success of each evaluation, in order, and seconds that proposing took."""
+    torch.manual_seed(seed)
+    lander = Lander(seed, episodes)
+    X = draw_sobol_samples(bounds(), INITIAL, 1, seed=seed).squeeze(1)
+    rewards: list[float] = []
+    landed: list[float] = []
+
+    def evaluate(X: Tensor) -> tuple[Tensor, Tensor]:
+        outcomes = [lander.evaluate(x) for x in X]
+        rewards.extend(outcome.reward for outcome in outcomes)
+        landed.extend(outcome.landed for outcome in outcomes)
+        return (
+            torch.tensor([outcome.reward for outcome in outcomes]).to(X),
+            torch.tensor([outcome.landed >= 0.5 for outcome in outcomes]),
+        )
+
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Y, valid = evaluate(X)
+        if way == "random":
+            evaluate(bounds()[1] * torch.rand(evaluations - INITIAL, DIMENSION).to(X))
+        elif way == "qlognei":
+            run_qlognei(X, Y, valid, evaluate, evaluations)
+        else:
+            optimizer = BatchOptimizer(
+                bounds(),
+                **{
+                    "num_initial": INITIAL,
+                    "fantasy": "believer" if way == "believer" else "mean",
+                    "learn_from_failures": True,
+                    "make_objective": make_objective,
+                    "make_validity": make_validity,
+                    "refit_every": REFIT,
+                    "fit_options": FIT,
+                    "seed": seed,
+                    **OPTIMIZE,
+                    **changes,
+                },
+            )
+            optimizer.tell(X, Y, valid)
+            optimizer.run(evaluate, evaluations, 1 if way == "sequential" else BATCH, False)
+    return {
+        "rewards": rewards,
+        "landed": landed,
+        "usual": lander.evaluate(torch.tensor(list(CONSTANTS.values()))).reward,
+        "run_seconds": time.perf_counter() - start,
+    }
+
+
+def run_qlognei(X: Tensor, Y: Tensor, valid: Tensor, evaluate: Any, evaluations: int) -> None:
+    """BoTorch's way: a Gaussian model of the outcome 0 or 1, which has to exceed one half."""
+    while len(X) < evaluations:
+        reward, success = (
+            SingleTaskGP(
+                X,
+                targets,
+                covar_module=kernel,
+                input_transform=Normalize(DIMENSION, bounds=bounds()),
+                outcome_transform=Standardize(1),
+            )
+            for targets, kernel in (
+                (
+                    Y.unsqueeze(-1),
+                    ScaleKernel(
+                        get_covar_module_with_dim_scaled_prior(DIMENSION, use_rbf_kernel=False)
+                    ).to(X),
+                ),
+                (valid.to(X).unsqueeze(-1), None),
+            )
+        )
+        for model in (reward, success):
+            mll = ExactMarginalLogLikelihood(model.likelihood, model)
+            fit_gpytorch_mll(mll, optimizer_kwargs={"options": FIT})
+        acquisition = qLogNoisyExpectedImprovement(
+            ModelListGP(reward, success),
+            X_baseline=X,
+            sampler=SobolQMCNormalSampler(torch.Size([128]), seed=0),
+            objective=GenericMCObjective(lambda samples, X: samples[..., 0]),
+            constraints=[lambda samples: 0.5 - samples[..., 1]],
+        )
+        candidates, _ = optimize_acqf(acquisition, bounds(), BATCH, sequential=True, **OPTIMIZE)
+        new_Y, new_valid = evaluate(candidates)
+        X, Y = torch.cat([X, candidates]), torch.cat([Y, new_Y])
+        valid = torch.cat([valid, new_valid])
+
+
+def best_so_far(row: dict[str, Any]) -> Tensor:
+    """The best reward after each evaluation."""
+    return torch.tensor(row["rewards"]).cummax(0).values
+
+
+def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
+    """Best reward at the end and rate of success, and a figure."""
+    lines = [
+        "| | best reward at the end, mean | of each seed | successes among evaluations that were "
+        "chosen | seconds, median |",
+        "|---|---|---|---|---|",
+    ]
+    curves = {}
+    for way, label in WAYS.items():
+        rows = [unit for key, unit in units.items() if key.startswith(f"{way}/")]
+        if not rows:
+            continue
+        curves[label] = torch.stack([best_so_far(row) for row in rows])
+        final = curves[label][:, -1].tolist()
+        rate = statistics.mean(
+            statistics.mean(share >= 0.5 for share in row["landed"][INITIAL:]) for row in rows
+        )
+        lines.append(
+            f"| {label} | {statistics.mean(final):.1f} "
+            f"| {', '.join(f'{value:.0f}' for value in final)} | {rate:.0%} "
+            f"| {statistics.median(row['run_seconds'] for row in rows):.0f} |"
+        )
+    usual = [unit["usual"] for key, unit in units.items() if key.startswith("random/")]
+    if usual:
+        lines += ["", f"The usual constants have {statistics.mean(usual):.1f} in the same worlds."]
+    lines += ["", f"![best reward so far]({plot(curves, directory)})"]
+    return "\n".join(lines)
+
+
+def plot(curves: dict[str, Tensor], directory: Path) -> str:
+    """Best reward against evaluations, each seed thin, the mean thick."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for (label, runs), colour in zip(curves.items(), ("C3", "C0", "C2", "C4", "C7"), strict=False):
+        x = range(INITIAL, runs.shape[1] + 1)
+        for run in runs[:, INITIAL - 1 :]:
+            axes.plot(x, run, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(x, runs.mean(0)[INITIAL - 1 :], color=colour, linewidth=2.2, label=label)
+    axes.set(xlabel="evaluations", ylabel="best reward so far, lunar lander")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    path = directory / "lunar.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path.name

@@ -1,0 +1,475 @@
+"""Batches by fantasies: for any acquisition function, and for models of any likelihood.
+
+Propose a point, imagine its outcome, condition all models on it, propose the next (Algorithm 2 of
+the paper that this library comes from). The acquisition function need not know of batches, of
+pending points or of likelihoods.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from botorch.acquisition.acquisition import AcquisitionFunction, OneShotAcquisitionFunction
+from botorch.exceptions.errors import UnsupportedError
+from botorch.models.model import Model, ModelList
+from botorch.optim import (
+    optimize_acqf,
+    optimize_acqf_discrete,
+    optimize_acqf_discrete_local_search,
+    optimize_acqf_mixed,
+    optimize_acqf_mixed_alternating,
+)
+from botorch.sampling.normal import IIDNormalSampler
+from torch import Tensor
+
+from seqgp.acquisition.validity import THRESHOLD, LogValidExpectedImprovement, best_valid
+from seqgp.model import SequentialGP
+from seqgp.posteriors import ObservationPosterior
+from seqgp.progress import progress_bar
+from seqgp.validation import check_inputs
+
+#: What a point's outcome is imagined to be; see `fantasy_outcome`.
+FANTASIES = ("mean", "sample", "believer", "constant_min", "constant_mean", "constant_max")
+
+#: In units of the bounds' range; see `fantasy_batch`.
+SEPARATION = 0.01
+
+Fantasy = str | None | Callable[[Model, Tensor], Tensor | None]
+
+#: Which of BoTorch's optimisers an option belongs to; without any of them it is `optimize_acqf`.
+_OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "fixed_features_list": optimize_acqf_mixed,
+    "choices": optimize_acqf_discrete,
+    "discrete_choices": optimize_acqf_discrete_local_search,
+    "discrete_dims": optimize_acqf_mixed_alternating,
+    "cat_dims": optimize_acqf_mixed_alternating,
+}
+
+_OURS = ("acq_function", "q", "sequential", "return_best_only", "acq_function_sequence")
+
+
+class Fantasies(NamedTuple):
+    """Points whose outcomes have been imagined.
+
+    Attributes:
+        X: ``k x d`` inputs, pending ones first.
+        Y: For each model, ``k x m`` outcomes, NaN at points where it was left alone, or ``None`` if
+            it was at all of them.
+    """
+
+    X: Tensor
+    Y: tuple[Tensor | None, ...]
+
+
+class FantasyBatch(NamedTuple):
+    """A batch of proposals.
+
+    Attributes:
+        X: ``q x d`` inputs.
+        values: ``q`` values of the acquisition function, each of it as it was when it was
+            maximised.
+        fantasies: All points whose outcomes have been imagined: pending ones, then those of the
+            batch but for the last, on which nothing depends any more.
+    """
+
+    X: Tensor
+    values: Tensor
+    fantasies: Fantasies
+
+
+Factory = Callable[[list[Model], Fantasies], AcquisitionFunction]
+
+
+def fantasy_batch(
+    acquisition: Factory,
+    models: Sequence[Model],
+    bounds: Tensor,
+    q: int,
+    fantasy: Fantasy | Sequence[Fantasy] = "mean",
+    X_pending: Tensor | None = None,
+    separation: float = SEPARATION,
+    optimizer: Callable[..., Any] | None = None,
+    seed: int | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> FantasyBatch:
+    """Propose a batch, point by point, each knowing of the ones before by their fantasies.
+
+    Args:
+        acquisition: Makes the acquisition function from the models, as conditioned on the fantasies
+            so far, and those fantasies (for an incumbent, say): ``acquisition(models, fantasies)``.
+        models: Models that can be conditioned on observations: those of `seqgp` with any
+            likelihood, BoTorch's with a Gaussian one. They are not changed.
+        bounds: ``2 x d`` bounds of the inputs.
+        q: How many points to propose.
+        fantasy: How outcomes are imagined, see `fantasy_outcome`: one way, or one for each model.
+        X_pending: ``k x d`` points that are being evaluated elsewhere. Their outcomes are imagined
+            first.
+        separation: How far points keep from each other and from pending ones, as the root mean
+            square over inputs, in units of the bounds' range. A model that is sure of where the
+            best point is, or whose observations are noisy, would else propose it again; instead the
+            best of the other maxima that were found is taken.
+        optimizer: Maximises the acquisition function. By default `optimize_acqf` or, where an
+            option asks for it (``fixed_features_list``, ``choices``, ``discrete_dims``, ...), that
+            one of BoTorch's relatives of it which knows that option.
+        seed: Of outcomes that are drawn.
+        progress: Whether to show a progress bar (only on a terminal).
+        options: All options of the optimiser: ``num_restarts``, ``raw_samples``,
+            ``inequality_constraints``, ``fixed_features``, ``timeout_sec``, ... By default 10
+            restarts from 512 samples. Points are proposed one at a time, so constraints are those
+            of a point, not between points.
+
+    Example:
+        >>> import torch
+        >>> from botorch.acquisition import UpperConfidenceBound
+        >>> from gpytorch.likelihoods import PoissonLikelihood
+        >>> from seqgp import SequentialGP
+        >>> from seqgp.acquisition import fantasy_batch
+        >>> X = torch.rand(20, 1, dtype=torch.double)
+        >>> model = SequentialGP(X, torch.poisson(3 * X), likelihood=PoissonLikelihood())
+        >>> batch = fantasy_batch(
+        ...     lambda models, fantasies: UpperConfidenceBound(models[0], beta=4.0),
+        ...     [model],
+        ...     bounds=torch.tensor([[0.0], [1.0]], dtype=torch.double),
+        ...     q=3,
+        ...     num_restarts=2,
+        ...     raw_samples=16,
+        ... )
+        >>> batch.X.shape
+        torch.Size([3, 1])
+    """
+    ways = _one_each(fantasy, models)
+    _check(models, bounds, q, X_pending, separation, options)
+    optimize = _with_defaults(_find_optimizer(optimizer, options), bounds, options)
+    models = list(models)
+    X = bounds.new_empty(0, bounds.shape[-1]) if X_pending is None else X_pending.detach()
+    fantasies = Fantasies(bounds.new_empty(0, bounds.shape[-1]), (None,) * len(models))
+    if len(X):
+        models, fantasies = _imagine(models, fantasies, X, ways, seed)
+    proposed, values = bounds.new_empty(0, bounds.shape[-1]), []
+    for k in progress_bar(range(q), desc="batch", disable=None if progress else True):
+        taken = torch.cat([X, proposed])
+        function = acquisition(models, fantasies)
+        candidates, found = optimize(function, taken)
+        if separation and not isinstance(function, OneShotAcquisitionFunction):
+            separated = _Separated(function, taken, bounds, separation)
+            apart = ~separated.overlap(candidates).any(-1)
+            if apart.any():
+                candidates, found = candidates[apart], found[apart]
+            else:
+                candidates, penalised = optimize(separated, taken)
+                candidates = candidates[penalised.argmax()].unsqueeze(0)
+                with torch.no_grad():
+                    found = function(candidates).reshape(1)
+        best = found.argmax()
+        candidate = candidates[best].unsqueeze(0)
+        proposed = torch.cat([proposed, candidate])
+        values.append(found[best])
+        if k < q - 1:
+            step = None if seed is None else seed + k + 1
+            models, fantasies = _imagine(models, fantasies, candidate, ways, step)
+    return FantasyBatch(proposed, torch.stack(values), fantasies)
+
+
+@torch.no_grad()
+def fantasy_outcome(
+    model: Model, X: Tensor, fantasy: Fantasy = "mean", seed: int | None = None
+) -> Tensor | None:
+    """What the outcome of points is imagined to be: always a possible observation.
+
+    Args:
+        model: A model.
+        X: ``k x d`` inputs.
+        fantasy: One of
+
+            * ``"mean"``: the mean of the function, as in the paper. If observations are not
+              real-valued, the median one there: of labels the more probable one, of counts an
+              integer.
+            * ``"sample"``: an observation, drawn from the posterior jointly at all points.
+            * ``"believer"``: the Kriging believer of Ginsbourger et al. (2010): ``"mean"`` for
+              Gaussian observations. It is not defined for others; those models are left alone.
+            * ``"constant_min"``, ``"constant_mean"``, ``"constant_max"``: their constant liar. The
+              smallest, mean or largest of the observations that a model was trained with, if they
+              are Gaussian, and else as ``"mean"``.
+            * ``None``: the model is left alone.
+            * a function of model and inputs, which returns ``k x m`` outcomes or ``None``.
+        seed: Of samples.
+
+    Returns:
+        ``k x m`` outcomes, or ``None`` if the model is not to be conditioned.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from seqgp import SequentialGP
+        >>> from seqgp.acquisition import fantasy_outcome
+        >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+        >>> model = SequentialGP(X, (X > 0.5).to(X), likelihood=BernoulliLikelihood())
+        >>> fantasy_outcome(model, X[[0, -1]])
+        tensor([[0.],
+                [1.]], dtype=torch.float64)
+    """
+    if fantasy is None:
+        return None
+    if callable(fantasy):
+        return fantasy(model, X)
+    if fantasy not in FANTASIES:
+        names = ", ".join(map(repr, FANTASIES))
+        raise ValueError(f"fantasy: expected one of {names}, None or a function, got {fantasy!r}.")
+    if fantasy == "sample":
+        posterior = model.posterior(X, observation_noise=True)
+        if seed is None:
+            seed = int(torch.randint(2**31, (), device="cpu"))
+        return IIDNormalSampler(torch.Size([1]), seed=seed)(posterior).squeeze(0)
+    observations = model.posterior(X, observation_noise=True)
+    if isinstance(observations, ObservationPosterior):
+        if fantasy == "believer":
+            return None
+        zeros = torch.zeros(observations.base_sample_shape, dtype=X.dtype, device=X.device)
+        return observations.rsample_from_base_samples(torch.Size(), zeros)
+    if fantasy.startswith("constant"):
+        Y = _observed(model)
+        constant = {"min": Y.amin(-2), "mean": Y.mean(-2), "max": Y.amax(-2)}[fantasy[9:]]
+        return constant.expand(X.shape[-2], -1).to(X)
+    latent: Any = model.posterior(X)
+    return latent.mean
+
+
+def valid_improvement(
+    best_f: float | Tensor | None, maximize: bool = True, threshold: float = THRESHOLD
+) -> Factory:
+    """Expected improvement times validity, for `fantasy_batch`.
+
+    The models are those of the objective, unless there is no valid observation yet, and of validity
+    (see `LogValidExpectedImprovement`). What is to be improved on is the best valid observation,
+    or a better one that has been imagined at a point that was imagined to be valid.
+
+    Args:
+        best_f: The best valid observation; ``None`` if there is none, nor a model of the objective.
+        maximize: Whether larger values of the objective are better.
+        threshold: What validity models with a Gaussian posterior have to exceed.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from seqgp import SequentialGP
+        >>> from seqgp.acquisition import best_valid, fantasy_batch, valid_improvement
+        >>> X = torch.linspace(0, 1, 10, dtype=torch.double).unsqueeze(-1)
+        >>> Y, valid = torch.sin(5 * X), X < 0.8
+        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]])
+        >>> validity = SequentialGP(X, valid.to(X), likelihood=BernoulliLikelihood())
+        >>> bounds = torch.tensor([[0.0], [1.0]], dtype=torch.double)
+        >>> acquisition = valid_improvement(best_valid(Y, valid))
+        >>> fantasy_batch(acquisition, [objective, validity], bounds, q=2, raw_samples=32).X.shape
+        torch.Size([2, 1])
+    """
+
+    def acquisition(models: list[Model], fantasies: Fantasies) -> LogValidExpectedImprovement:
+        if best_f is None:
+            return LogValidExpectedImprovement(None, models, None)
+        best, imagined = best_f, fantasies.Y[0]
+        if imagined is not None:
+            counts = ~imagined.isnan().any(-1)
+            for labels in fantasies.Y[1:]:
+                if labels is not None:
+                    counts = counts & (labels.isnan() | (labels > threshold)).all(-1)
+            better = best_valid(imagined, counts, maximize)
+            if better is not None:
+                best = max(better, best_f) if maximize else min(better, best_f)
+        return LogValidExpectedImprovement(
+            models[0], models[1:], best, maximize=maximize, threshold=threshold
+        )
+
+    return acquisition
+
+
+class _Separated(AcquisitionFunction):
+    """An acquisition function that keeps away from points that are taken.
+
+    Within the distance, a penalty larger than any difference there is to be had grows smoothly from
+    zero; the value is unchanged elsewhere.
+    """
+
+    def __init__(
+        self, function: AcquisitionFunction, taken: Tensor, bounds: Tensor, distance: float
+    ) -> None:
+        model: Any = getattr(function, "model", None)
+        super().__init__(model=model)
+        self.function = function
+        # The root mean square over inputs, as a Euclidean distance.
+        self.radius = distance * taken.shape[-1] ** 0.5
+        width = bounds[1] - bounds[0]
+        self.scale = torch.where(width.isfinite() & (width > 0), width, 1.0)
+        self.taken = taken / self.scale
+
+    def set_X_pending(self, X_pending: Tensor | None = None) -> None:
+        """Of the function inside.
+
+        Args:
+            X_pending: As in BoTorch.
+        """
+        self.function.set_X_pending(X_pending)
+
+    def forward(self, X: Tensor) -> Tensor:
+        """The value at ``b x q x d`` candidates, of shape ``b``."""
+        value = self.function(X)
+        penalty = self.overlap(X).square().sum((-2, -1))
+        return value - 30 * (1 + value.detach().abs()) * penalty
+
+    def overlap(self, X: Tensor) -> Tensor:
+        """``... x k``: one at each of the points that are taken, falling to zero at the distance.
+
+        Args:
+            X: ``... x d`` inputs.
+        """
+        squared = (X.unsqueeze(-2) / self.scale - self.taken).square().sum(-1)
+        # The square root has no gradient at zero, from where any direction is as good.
+        distance = squared.clamp_min(torch.finfo(X.dtype).tiny).sqrt()
+        return (1 - distance / self.radius).clamp_min(0)
+
+
+def _imagine(
+    models: list[Model],
+    fantasies: Fantasies,
+    X: Tensor,
+    ways: Sequence[Fantasy],
+    seed: int | None,
+) -> tuple[list[Model], Fantasies]:
+    """All models conditioned on fantasies at ``k x d`` further points."""
+    conditioned, outcomes = [], []
+    for k, (model, way, old) in enumerate(zip(models, ways, fantasies.Y, strict=True)):
+        Y = fantasy_outcome(model, X, way, None if seed is None else seed + 7919 * k)
+        if Y is not None:
+            model = _condition(model, X, Y)
+        conditioned.append(model)
+        outcomes.append(_append(old, Y, len(fantasies.X), len(X)))
+    return conditioned, Fantasies(torch.cat([fantasies.X, X]), tuple(outcomes))
+
+
+def _append(old: Tensor | None, new: Tensor | None, num_old: int, num_new: int) -> Tensor | None:
+    """Outcomes ``k x m``, one after the other, NaN for those that are missing."""
+    if old is None and new is None:
+        return None
+    like = new if old is None else old
+    assert like is not None
+    parts = zip((old, new), (num_old, num_new), strict=True)
+    return torch.cat(
+        [like.new_full((n, like.shape[-1]), torch.nan) if Y is None else Y for Y, n in parts]
+    )
+
+
+@torch.no_grad()
+def _condition(model: Model, X: Tensor, Y: Tensor) -> Model:
+    if not isinstance(model, SequentialGP):
+        model.posterior(X)  # fills the caches of BoTorch's exact models
+    try:
+        return model.condition_on_observations(X, Y)
+    except (AttributeError, NotImplementedError, UnsupportedError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be conditioned on fantasies ({error}). Use a "
+            "SequentialGP, or leave this model alone with None among the fantasies."
+        ) from error
+
+
+def _observed(model: Any) -> Tensor:
+    """``n x m`` training observations of a model, as they were before outcome transforms."""
+    if isinstance(model, ModelList):
+        columns = [_observed(part) for part in model.models]
+        if len({len(Y) for Y in columns}) > 1:
+            raise UnsupportedError(
+                "fantasy: models of a list that were trained on different data have no constant "
+                "in common; pass them one by one."
+            )
+        return torch.cat(columns, -1)
+    targets = model.train_targets
+    Y = targets.unsqueeze(-1) if model.num_outputs == 1 else targets.mT
+    transform = getattr(model, "outcome_transform", None)
+    return Y if transform is None else transform.untransform(Y)[0]
+
+
+def _one_each(fantasy: Fantasy | Sequence[Fantasy], models: Sequence[Model]) -> list[Fantasy]:
+    if fantasy is None or isinstance(fantasy, str) or callable(fantasy):
+        return [fantasy] * len(models)
+    if len(fantasy) != len(models):
+        raise ValueError(
+            f"fantasy: expected one way, or one for each of {len(models)} models, got "
+            f"{len(fantasy)}."
+        )
+    return list(fantasy)
+
+
+def _find_optimizer(
+    optimizer: Callable[..., Any] | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    if optimizer is not None:
+        return optimizer
+    found = {_OPTIMIZERS[name] for name in options if name in _OPTIMIZERS}
+    if len(found) > 1:
+        names = ", ".join(name for name in options if name in _OPTIMIZERS)
+        raise ValueError(f"options: {names} belong to different optimisers of BoTorch.")
+    return found.pop() if found else optimize_acqf
+
+
+def _with_defaults(
+    optimizer: Callable[..., Any], bounds: Tensor, options: dict[str, Any]
+) -> Callable[[AcquisitionFunction, Tensor], tuple[Tensor, Tensor]]:
+    """The optimiser as a function of the acquisition function and of what has been proposed.
+
+    It returns ``r x d`` candidates and ``r`` values: of all restarts, if it can.
+    """
+    known = inspect.signature(optimizer).parameters
+    arguments: dict[str, Any] = {"q": 1, "bounds": bounds, "num_restarts": 10, "raw_samples": 512}
+    if optimizer is optimize_acqf:
+        arguments["return_best_only"] = False
+    if optimizer is optimize_acqf and "batch_initial_conditions" in options:
+        del arguments["raw_samples"]
+    arguments = {name: value for name, value in arguments.items() if name in known} | options
+
+    def optimize(acquisition: AcquisitionFunction, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        avoid = {}
+        if "X_avoid" in known and len(proposed):
+            given = arguments.get("X_avoid")
+            avoid["X_avoid"] = proposed if given is None else torch.cat([given, proposed])
+        X, values = optimizer(acq_function=acquisition, **(arguments | avoid))
+        return X.detach().reshape(-1, X.shape[-1]), values.detach().reshape(-1)
+
+    return optimize
+
+
+def _check(
+    models: Sequence[Model],
+    bounds: Tensor,
+    q: int,
+    X_pending: Tensor | None,
+    separation: float,
+    options: dict[str, Any],
+) -> None:
+    if not models:
+        raise ValueError("models: expected at least one.")
+    if bounds.dim() != 2 or bounds.shape[0] != 2:
+        raise ValueError(f"bounds: expected shape 2 x d, got {tuple(bounds.shape)}.")
+    if q < 1:
+        raise ValueError(f"q: expected at least one point, got {q}.")
+    if not 0 <= separation < 1:
+        raise ValueError(f"separation: expected a fraction of the range, got {separation}.")
+    if X_pending is not None:
+        check_inputs(X_pending, name="X_pending")
+        if X_pending.dim() != 2 or X_pending.shape[-1] != bounds.shape[-1]:
+            raise ValueError(
+                f"X_pending: expected shape k x {bounds.shape[-1]}, got {tuple(X_pending.shape)}."
+            )
+    for name in _OURS:
+        if name in options:
+            raise ValueError(f"options: {name} is not for the user to choose here.")
+    for name in ("inequality_constraints", "equality_constraints"):
+        if any(constraint[0].dim() > 1 for constraint in options.get(name) or ()):
+            raise UnsupportedError(f"{name}: points are proposed one at a time: none between them.")
+    for _, within in options.get("nonlinear_inequality_constraints") or ():
+        if not within:
+            raise UnsupportedError(
+                "nonlinear_inequality_constraints: points are proposed one at a time: none "
+                "between them."
+            )

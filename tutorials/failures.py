@@ -1,0 +1,103 @@
+"""Optimising where evaluations fail: what is learnt of failures, and what it is worth.
+
+Run ``python -m tutorials.failures``. A function in the plane has its best valid point at the edge
+of a region in which every evaluation fails and says nothing else; its overall best is inside.
+Batches of four are proposed by expected improvement times probability of validity. Two other ways
+get as many evaluations: to leave failures out, and to give them the worst value that has been seen.
+The figure is saved as ``figures/failures.png``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from seqgp.loop import BatchOptimizer
+from tutorials.failures_figure import draw
+
+SMOKE = bool(os.environ.get("SEQGP_SMOKE"))
+BATCH, BATCHES, SEEDS = (3, 2, 1) if SMOKE else (4, 7, 3)
+INITIAL = 8
+BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+WAYS = {
+    "learnt": "failures are learnt",
+    "penalised": "failures get the worst value",
+    "left out": "failures are left out",
+}
+
+
+def value(X: Tensor) -> Tensor:
+    """Two hills on a slope; the higher one is where evaluations fail."""
+    x, y = X[..., 0], X[..., 1]
+    first = 1.3 * torch.exp(-((x - 0.68) ** 2 + (y - 0.62) ** 2) / 0.08)
+    second = 0.8 * torch.exp(-((x - 0.2) ** 2 + (y - 0.25) ** 2) / 0.03)
+    return first + second + 0.2 * (x - y)
+
+
+def works(X: Tensor) -> Tensor:
+    """Where evaluations do not fail: outside of a bent band through the higher hill."""
+    x, y = X[..., 0], X[..., 1]
+    return (y - 0.62 - 0.3 * torch.sin(5 * (x - 0.68))).abs() > 0.11
+
+
+def evaluate(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and labels: a failed evaluation has no value."""
+    valid = works(X)
+    return torch.where(valid, value(X), torch.nan), valid
+
+
+def best_there_is() -> float:
+    """The best valid value, on a fine grid."""
+    grid = torch.cartesian_prod(*[torch.linspace(0, 1, 1001, dtype=torch.float64)] * 2)
+    return float(value(grid)[works(grid)].max())
+
+
+def optimise(way: str, seed: int) -> tuple[BatchOptimizer, Tensor]:
+    """One run: the optimiser at its end, and all points in the order of evaluation."""
+    optimizer = BatchOptimizer(
+        BOUNDS, num_initial=INITIAL, seed=seed, num_restarts=4, raw_samples=128
+    )
+    asked = BOUNDS[:0]
+    for batch in tqdm(range(BATCHES + 1), desc=f"{way}, seed {seed}", leave=False):
+        X = optimizer.ask(BATCH if batch else INITIAL)
+        asked = torch.cat([asked, X])
+        Y, valid = evaluate(X)
+        if way == "learnt":
+            optimizer.tell(X, Y, valid)
+        elif way == "penalised":
+            known = torch.cat([optimizer.Y, Y[valid]])
+            optimizer.tell(X, torch.where(valid, Y, known.min()))
+        else:
+            optimizer.tell(X[valid], Y[valid])
+            optimizer.num_initial = 1
+    return optimizer, asked
+
+
+def regret(asked: Tensor, best: float) -> Tensor:
+    """By how much the best valid value so far falls short, after each evaluation."""
+    Y, valid = evaluate(asked)
+    return best - torch.where(valid, Y, -torch.inf).cummax(0).values
+
+
+def main() -> None:
+    """A table, and a figure."""
+    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    warnings.simplefilter("ignore", RuntimeWarning)  # line searches of BoTorch that end early
+    best = best_there_is()
+    runs: dict[str, list[tuple[BatchOptimizer, Tensor]]] = {}
+    print(f"best valid value {best:.4f}\n\nway        regret at the end (seeds)   failed")
+    for way in WAYS:
+        runs[way] = [optimise(way, seed) for seed in range(SEEDS)]
+        final = [float(regret(asked, best)[-1]) for _, asked in runs[way]]
+        failed = sum(int((~works(asked[INITIAL:])).sum()) for _, asked in runs[way])
+        total = SEEDS * BATCH * BATCHES
+        print(f"{way:10} {' '.join(f'{r:.4f}' for r in final):28} {failed / total:.0%}")
+    print(f"\nThe figure is in {draw(runs, best)}.")
+
+
+if __name__ == "__main__":
+    main()

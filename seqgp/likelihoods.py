@@ -191,7 +191,7 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
 
     @property
     def conditional(self) -> BinomialLikelihood:
-        """The likelihood given :math:`h = f + \\epsilon`: binomial, with the same totals."""
+        """The likelihood given the log odds themselves: binomial, with the same totals."""
         likelihood = BinomialLikelihood()
         likelihood.total_count = self.total_count
         return likelihood

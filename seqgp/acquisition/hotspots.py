@@ -34,6 +34,7 @@ from torch.distributions import Bernoulli, Distribution, Normal
 
 from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from seqgp.dual.conditioning import condition
+from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.sites import (
     expectations,
     has_one_latent,
@@ -54,8 +55,8 @@ BLOCK_ELEMENTS = 2**17
 #: Elements of a block of covariances candidates x sites.
 COVARIANCE_ELEMENTS = 2**20
 
-#: Relative tolerance for the sites of fantasised observations, without and with gradients.
-TOLERANCES = (1e-3, 1e-6)
+#: Relative tolerance for the sites of fantasised observations at the candidates of a pool.
+TOLERANCE = 1e-4
 
 
 class Selection(NamedTuple):
@@ -134,29 +135,40 @@ def expected_reduction(
         return X.new_empty(0)
     model.eval()
     with torch.no_grad():
-        nugget = torch.as_tensor(nugget_of(model.likelihood), device=X.device).to(X)
         at = _marginals(model, X, sites)
         gain, fall = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
-        single = torch.float32
-        w, m, v = (
-            weights.to(single),
-            at.site_mean.to(single),
-            (at.site_variance + nugget).to(single),
-        )
-        now = (uncertainty.fast(m, v.clone()) @ w).mean()
-        size = max(BLOCK_ELEMENTS // (num_fantasies * len(sites)), 1)
-        wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
-        scores = X.new_empty(len(X))
-        with progress_bar(total=len(X), desc="score", unit=" sites", disable=not progress) as bar:
-            for first in range(0, len(X), wide):
-                chunk = slice(first, min(first + wide, len(X)))
-                c = _with_own(at.cross(chunk), X[chunk], sites, nugget).to(single)
-                for start in range(chunk.start, chunk.stop, size):
-                    part = slice(start, min(start + size, chunk.stop))
-                    c_part = c[..., part.start - first : part.stop - first, :]
-                    after = _average(uncertainty, m, v, c_part, gain[..., part], fall[..., part], w)
-                    scores[part] = (now - after).to(scores)
-                    bar.update(part.stop - part.start)
+        nugget = nugget_of(model.likelihood)
+        return _score(uncertainty, at, gain, fall, X, sites, weights, nugget, progress)
+
+
+def _score(
+    uncertainty: Uncertainty,
+    at: _Marginals,
+    gain: Tensor,
+    fall: Tensor,
+    X: Tensor,
+    sites: Tensor,
+    weights: Tensor,
+    nugget: Tensor | float = 0.0,
+    progress: bool = False,
+) -> Tensor:
+    """Expected reductions, ``n``, given what `_look_ahead` says; in blocks of bounded size."""
+    single = torch.float32
+    w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
+    now = (uncertainty.fast(m, v) @ w).mean()
+    size = max(BLOCK_ELEMENTS // (gain.shape[-2] * len(sites)), 1)
+    wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
+    scores = X.new_empty(len(X))
+    with progress_bar(total=len(X), desc="score", unit=" sites", disable=not progress) as bar:
+        for first in range(0, len(X), wide):
+            chunk = slice(first, min(first + wide, len(X)))
+            c = _with_own(at.cross(chunk), X[chunk], sites, nugget).to(single)
+            for start in range(chunk.start, chunk.stop, size):
+                part = slice(start, min(start + size, chunk.stop))
+                c_part = c[..., part.start - first : part.stop - first, :]
+                after = _average(uncertainty, m, v, c_part, gain[..., part], fall[..., part], w)
+                scores[part] = (now - after).to(scores)
+                bar.update(part.stop - part.start)
     return scores
 
 
@@ -431,23 +443,55 @@ def _look_ahead(
     def evaluate(m: Tensor, v: Tensor) -> Any:
         return expectations(likelihood, targets, m, v, **arguments)
 
+    if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
+        return _condition_each(mean.unsqueeze(-1), variance.unsqueeze(-1), evaluate)
     conditioned, _ = condition(
         mean.expand_as(Y).unsqueeze(-1),
         variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),
         at.prior_mean.expand_as(Y).unsqueeze(-1),
         evaluate,
         min_precision=precision_floor(likelihood),
-        tol=TOLERANCES[torch.is_grad_enabled()],
+        tol=1e-6,
     )
     fall = (conditioned.sign * conditioned.root.square()).sum((-2, -1))
     return conditioned.gain.squeeze(-1), fall
+
+
+def _condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
+    r"""Gains and falls of many single observations, ``... x n x 1`` each, of the shape ``... x n``.
+
+    What `condition` does, for ``q = 1`` and log-concave likelihoods: with :math:`C` the variance,
+    :math:`r = \lambda - \beta (m - \mu)`, :math:`m' = m + C r / (1 + \beta C)` and
+    :math:`v' = C / (1 + \beta C)`, iterate :math:`r \leftarrow \alpha + \beta (m' - m)` and
+    :math:`\beta`, with :math:`\alpha` and :math:`\beta` taken at :math:`(m', v')`.
+    """
+    _, r, beta = evaluate(mean, variance)
+    beta = beta.clamp_min(0)
+    for step in range(50):
+        shrink = 1 / (1 + beta * variance)
+        shift = variance * r * shrink
+        _, alpha, new = evaluate(mean + shift, variance * shrink)
+        new = new.clamp_min(0)
+        rho = 1.0 if step < 10 else 0.5  # where the iteration goes back and forth
+        dr, dbeta = alpha + new * shift - r, new - beta
+        scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
+        error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
+        r, beta = r + rho * dr, beta + rho * dbeta
+        if not bool((error > TOLERANCE).any()):
+            break
+    shrink = 1 / (1 + beta * variance)
+    return (r * shrink).squeeze(-1), (beta * shrink).squeeze(-1)
 
 
 def _with_own(c: Tensor, X: Tensor, sites: Tensor, nugget: Tensor | float) -> Tensor:
     """Covariances ``... x k x s`` of observations with sites, which may be the very same."""
     if not isinstance(nugget, Tensor) or not bool(nugget.any()):
         return c
-    return c + (X.unsqueeze(-2) == sites).all(-1) * nugget
+    row, column = (X[..., :1] == sites[..., 0]).nonzero(as_tuple=True)
+    same = (X[row] == sites[column]).all(-1)
+    own = torch.zeros(c.shape[-2:], dtype=c.dtype, device=c.device)
+    own[row[same], column[same]] = 1.0
+    return c + own * nugget
 
 
 def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:

@@ -91,7 +91,8 @@ def make_country(
 
     rivers = np.concatenate([_river(rng, start) for start in np.linspace(40, 460, 7)])
     x, y = _settle(rng, villages, rivers)
-    water = np.array([np.hypot(rivers[:, 0] - a, rivers[:, 1] - b).min() for a, b in zip(x, y)])
+    place = np.stack([x, y], -1)
+    water = np.array([np.linalg.norm(rivers - here, axis=-1).min() for here in place])
     stream = rng.exponential(6.0, villages)  # the next of the brooks that are too many to draw
     water = 1000 * np.minimum(water, stream) * rng.lognormal(0, 0.2, villages)
     height = elevation(x, y)

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.acquisition.hotspots import _condition_each, _draw, _Marginals, _marginals, _score
+from seqgp.acquisition.hotspots import (
+    _condition_each,
+    _draw,
+    _LookAhead,
+    _Marginals,
+    _marginals,
+    _score,
+)
 from seqgp.acquisition.uncertainty import Uncertainty, link_of
 from seqgp.dual.sites import expectations
 from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
@@ -59,7 +66,7 @@ def rival_reduction(
         at, explained = fixed_inducing(model, at, X, sites)
         gain, fall = fixed_inducing_gains(likelihood, Y, at, explained, total_count)
     weights = sites.new_full((len(sites),), 1 / len(sites))
-    return _score(uncertainty, at, gain, fall, X, sites, weights)
+    return _score(uncertainty, at, _LookAhead(gain, fall), X, sites, weights)
 
 
 def newton_pseudo_targets(

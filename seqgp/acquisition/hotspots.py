@@ -30,11 +30,12 @@ from botorch.utils.transforms import concatenate_pending_points, t_batch_mode_tr
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
 from linear_operator import to_dense
 from torch import Tensor
-from torch.distributions import Bernoulli, Distribution, Normal
+from torch.distributions import Bernoulli
 
 from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from seqgp.dual.conditioning import condition
 from seqgp.dual.natural_gradient import Evaluate
+from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import (
     expectations,
     has_one_latent,
@@ -42,7 +43,7 @@ from seqgp.dual.sites import (
     observation_noise,
     precision_floor,
 )
-from seqgp.likelihoods import OverdispersedBinomialLikelihood
+from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.linear_operators import PosteriorCovariance
 from seqgp.model import SequentialGP
 from seqgp.posteriors import quantile
@@ -55,8 +56,12 @@ BLOCK_ELEMENTS = 2**17
 #: Elements of a block of covariances candidates x sites.
 COVARIANCE_ELEMENTS = 2**20
 
-#: Relative tolerance for the sites of fantasised observations at the candidates of a pool.
-TOLERANCE = 1e-4
+#: Relative tolerance for the sites of fantasised observations at the candidates of a pool: far
+#: below what few fantasies leave open.
+TOLERANCE = 2e-3
+
+#: What candidates of a pool are scored in.
+PRECISION = torch.float32
 
 
 class Selection(NamedTuple):
@@ -81,6 +86,18 @@ class _Marginals(NamedTuple):
     site_mean: Tensor  # b x s
     site_variance: Tensor  # b x s
     cross: Callable[[slice], Tensor]  # of candidates: b x k x s
+
+
+class _LookAhead(NamedTuple):
+    """What ``f`` outcomes at ``n`` candidates do: ``m' = m + c gain``, ``v' = v - c^2 fall``.
+
+    Probabilities are relative, and differentiable even if the outcomes are not; ``None`` if all
+    are alike and move with the candidate.
+    """
+
+    gain: Tensor  # b x f x n
+    fall: Tensor  # b x f x n
+    probability: Tensor | None = None  # b x f x n
 
 
 def expected_reduction(
@@ -109,7 +126,8 @@ def expected_reduction(
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`.
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         weights: ``s`` weights of the sites (population, say); by default ``1/s`` each.
-        num_fantasies: Outcomes that are drawn for each candidate.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
         seed: Seed of the draws, which are the same for all candidates.
         progress: Whether to show a progress bar.
         arguments: Per-point arguments of the likelihood at the candidates (``total_count=``),
@@ -136,16 +154,15 @@ def expected_reduction(
     model.eval()
     with torch.no_grad():
         at = _marginals(model, X, sites)
-        gain, fall = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
+        ahead = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
         nugget = nugget_of(model.likelihood)
-        return _score(uncertainty, at, gain, fall, X, sites, weights, nugget, progress)
+        return _score(uncertainty, at, ahead, X, sites, weights, nugget, progress)
 
 
 def _score(
     uncertainty: Uncertainty,
     at: _Marginals,
-    gain: Tensor,
-    fall: Tensor,
+    ahead: _LookAhead,
     X: Tensor,
     sites: Tensor,
     weights: Tensor,
@@ -153,10 +170,10 @@ def _score(
     progress: bool = False,
 ) -> Tensor:
     """Expected reductions, ``n``, given what `_look_ahead` says; in blocks of bounded size."""
-    single = torch.float32
+    single = PRECISION
     w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
     now = (uncertainty.fast(m, v) @ w).mean()
-    size = max(BLOCK_ELEMENTS // (gain.shape[-2] * len(sites)), 1)
+    size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(sites)), 1)
     wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
     scores = X.new_empty(len(X))
     with progress_bar(total=len(X), desc="score", unit=" sites", disable=not progress) as bar:
@@ -166,40 +183,37 @@ def _score(
             for start in range(chunk.start, chunk.stop, size):
                 part = slice(start, min(start + size, chunk.stop))
                 c_part = c[..., part.start - first : part.stop - first, :]
-                after = _average(uncertainty, m, v, c_part, gain[..., part], fall[..., part], w)
+                here = _LookAhead(*(t if t is None else t[..., part].to(single) for t in ahead))
+                after = _average(uncertainty, m, v, c_part, here, w)
                 scores[part] = (now - after).to(scores)
                 bar.update(part.stop - part.start)
     return scores
 
 
 def _average(
-    uncertainty: Uncertainty,
-    m: Tensor,
-    v: Tensor,
-    c: Tensor,
-    gain: Tensor,
-    fall: Tensor,
-    weights: Tensor,
+    uncertainty: Uncertainty, m: Tensor, v: Tensor, c: Tensor, ahead: _LookAhead, weights: Tensor
 ) -> Tensor:
     """Expected uncertainty after an observation at each of ``k`` candidates, ``k``.
 
     One member of the batch at a time: blocks are ``k x fantasies x sites``.
     """
     batch = m.shape[:-1]
+    gain, fall, probability = ahead
+    if probability is None:
+        probability = torch.ones_like(gain)
+    tensors = ((m, 1), (v, 1), (c, 2), (gain, 2), (fall, 2), (probability, 2))
     parts = [
-        tensor.expand(*batch, *tensor.shape[tensor.dim() - kept :]).reshape(
-            -1, *tensor.shape[tensor.dim() - kept :]
-        )
-        for tensor, kept in ((m, 1), (v, 1), (c, 2), (gain.to(c), 2), (fall.to(c), 2))
+        tensor.expand(*batch, *tensor.shape[-kept:]).reshape(-1, *tensor.shape[-kept:])
+        for tensor, kept in tensors
     ]
-    total = c.new_zeros(c.shape[-2])
-    tiny = torch.finfo(c.dtype).eps
-    for mean, variance, cross, g, r in zip(*parts, strict=True):
+    total, tiny = c.new_zeros(c.shape[-2]), torch.finfo(c.dtype).eps
+    for mean, variance, cross, g, r, p in zip(*parts, strict=True):
         cross = cross.unsqueeze(-2)  # k x 1 x s
         after = torch.addcmul(mean, g.mT.unsqueeze(-1), cross)
         left = torch.addcmul(variance, r.mT.unsqueeze(-1), cross.square(), value=-1)
         left = torch.maximum(left, tiny * variance)
-        total += (uncertainty.fast(after, left) @ weights).mean(-1)
+        values = uncertainty.fast(after, left) @ weights
+        total += (p.mT * values).sum(-1) / p.sum(0)
     return total / max(len(parts[0]), 1)
 
 
@@ -208,7 +222,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
 
     For a single point the outcomes are conditioned on in closed form, as in `expected_reduction`;
     several points (and pending ones) are fantasised jointly. Differentiable: `optimize_acqf` runs
-    on it.
+    on it. The gradient of a single point is that of the expectation; that of several leaves out
+    that discrete outcomes become more or less probable when the points move.
 
     Args:
         model: A model of one output and one latent function.
@@ -216,7 +231,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`.
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         weights: ``s`` weights of the sites; by default ``1/s`` each.
-        num_fantasies: Outcomes that are drawn for each candidate.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
         seed: Seed of the draws.
         X_pending: ``p x d`` points that will have been observed as well.
         arguments: Per-point arguments of the likelihood at a candidate (``total_count=``), numbers.
@@ -272,7 +288,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
             batch = X.shape[:-2]
             flat = X.reshape(-1, X.shape[-1])
             at = _marginals(model, flat, self.sites)
-            gain, fall = _look_ahead(
+            gain, fall, probability = _look_ahead(
                 model.likelihood, at, self.num_fantasies, self.seed, self.arguments
             )
             c = _with_own(at.cross(slice(None)), flat, self.sites, nugget).unsqueeze(-3)
@@ -280,7 +296,11 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
             start = (at.site_variance + nugget).unsqueeze(-2).unsqueeze(-2)
             variance = start - fall.unsqueeze(-1) * c.square()
             variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
-            after = (self.uncertainty(mean, variance) @ self.weights).mean(-2)
+            values = self.uncertainty(mean, variance) @ self.weights
+            if probability is None:
+                after = values.mean(-2)
+            else:
+                after = (probability * values).sum(-2) / probability.sum(-2)
             now = self.uncertainty(at.site_mean, at.site_variance + nugget) @ self.weights
             value = now.unsqueeze(-1) - after
             return value.reshape(-1, value.shape[-1]).mean(0).reshape(batch)
@@ -326,7 +346,8 @@ def select_from_pool(
         available: ``n`` booleans: sites that may be chosen. The uncertainty of the others counts.
         costs: ``n`` positive costs; what is maximised is the reduction per cost.
         weights: ``n`` weights of the sites; by default all alike.
-        num_fantasies: Outcomes that are drawn for each candidate.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
         num_batch_fantasies: Joint outcomes that are drawn for those already in the batch.
         seed: Seed of the draws.
         progress: Whether to show a progress bar.
@@ -417,8 +438,8 @@ def _marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> _Marginals:
 
 def _look_ahead(
     likelihood: Likelihood, at: _Marginals, num_fantasies: int, seed: int, arguments: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Gains and falls, ``b x f x n``, such that ``m' = m + c gain`` and ``v' = v - c^2 fall``.
+) -> _LookAhead:
+    """Outcomes at the candidates, and what each of them does.
 
     With a nugget the observation is one of the latent function plus the nugget, whose variance is
     larger and whose covariance with all other sites is the same.
@@ -428,23 +449,24 @@ def _look_ahead(
     if isinstance(likelihood, OverdispersedBinomialLikelihood):
         likelihood = likelihood.conditional
     mean, variance = at.mean.unsqueeze(-2), variance.unsqueeze(-2)  # b x 1 x n
-    Y = _draw(likelihood, mean, variance, num_fantasies, seed, arguments)
+    Y, probability = _outcomes(likelihood, mean, variance, num_fantasies, seed, arguments)
+    if is_conjugate(likelihood):
+        total = variance + _noise(likelihood, n, arguments).detach()
+        gain = (Y - mean) / total
+        return _LookAhead(gain, total.reciprocal().expand_as(gain))
     arguments = {
         key: value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
         for key, value in arguments.items()
     }
-    if is_conjugate(likelihood):
-        noise = _noise(likelihood, n, arguments).detach()
-        total = variance + noise
-        gain = (Y - mean) / total
-        return gain, total.reciprocal().expand_as(gain)
     targets = Y.unsqueeze(-1)
 
     def evaluate(m: Tensor, v: Tensor) -> Any:
         return expectations(likelihood, targets, m, v, **arguments)
 
     if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
-        return _condition_each(mean.unsqueeze(-1), variance.unsqueeze(-1), evaluate)
+        targets = targets.to(PRECISION)
+        start = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
+        return _LookAhead(*_condition_each(*start, evaluate), probability)
     conditioned, _ = condition(
         mean.expand_as(Y).unsqueeze(-1),
         variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),
@@ -454,7 +476,51 @@ def _look_ahead(
         tol=1e-6,
     )
     fall = (conditioned.sign * conditioned.root.square()).sum((-2, -1))
-    return conditioned.gain.squeeze(-1), fall
+    return _LookAhead(conditioned.gain.squeeze(-1), fall, probability)
+
+
+def _outcomes(
+    likelihood: Likelihood,
+    mean: Tensor,
+    variance: Tensor,
+    number: int,
+    seed: int,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    r"""Outcomes ``b x f x n`` and their relative probabilities.
+
+    If there are no more than ``number`` possible ones, all of them. Otherwise as many are drawn.
+    Those of a Gaussian likelihood move with the candidate. Discrete ones do not, but become more
+    or less probable: their weights are one, with the gradient of their predictive probability, so
+    that :math:`\nabla E[u] = E[\nabla u + (u - E[u]) \nabla \log p(y)]`.
+    """
+    most = _largest_outcome(likelihood, arguments)
+    if most is not None and most < number:
+        shape = torch.broadcast_shapes(mean.shape, (most + 1, 1))
+        steps = torch.arange(most + 1, dtype=mean.dtype, device=mean.device).unsqueeze(-1)
+        Y = steps.expand(shape)
+        possible = None
+        if isinstance(likelihood, BinomialLikelihood):
+            totals = likelihood._totals(mean, arguments.get("total_count"))
+            Y, possible = torch.minimum(Y, totals), totals >= steps
+        p = log_predictive(likelihood, Y, mean, variance, **arguments).exp()
+        return Y, p if possible is None else p * possible
+    Y = _draw(likelihood, mean, variance, number, seed, arguments)
+    if is_conjugate(likelihood) or not torch.is_grad_enabled():
+        return Y, None
+    density = log_predictive(likelihood, Y, mean, variance, **arguments)
+    return Y, (density - density.detach()).exp()
+
+
+def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
+    """The largest possible count, or none."""
+    if isinstance(likelihood, BernoulliLikelihood):
+        return 1
+    if isinstance(likelihood, BinomialLikelihood):
+        totals = arguments.get("total_count", likelihood.total_count)
+        if totals is not None:
+            return int(totals.max() if isinstance(totals, Tensor) else totals)
+    return None
 
 
 def _condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
@@ -505,7 +571,6 @@ def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:
     return observation_noise(likelihood, n)
 
 
-@torch.no_grad()
 def _draw(
     likelihood: Likelihood,
     mean: Tensor,
@@ -514,20 +579,25 @@ def _draw(
     seed: int,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Outcomes ``b x f x n``, the same quantiles at every candidate."""
+    """Outcomes ``b x f x n``, the same quantiles at every candidate.
+
+    Gaussian ones move with the posterior; others have no gradient.
+    """
     engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=seed)
     uniform = engine.draw(number, dtype=torch.float64).to(mean)
     eps = torch.finfo(mean.dtype).eps
     uniform = uniform.clamp(eps, 1 - eps)
     f = mean + variance.sqrt() * torch.special.ndtri(uniform[:, :1])
-    conditional: Distribution
     if is_conjugate(likelihood):
-        conditional = Normal(f, _noise(likelihood, f.shape[-1], arguments).sqrt().expand_as(f))
-    elif isinstance(likelihood, BernoulliLikelihood):
-        conditional = Bernoulli(torch.special.ndtr(f))
-    else:
-        conditional = likelihood.forward(f, **arguments)
-    return quantile(conditional, uniform[:, 1:].expand_as(f)).to(f)
+        noise = _noise(likelihood, f.shape[-1], arguments)
+        return f + noise.sqrt() * torch.special.ndtri(uniform[:, 1:])
+    with torch.no_grad():
+        conditional = (
+            Bernoulli(torch.special.ndtr(f))
+            if isinstance(likelihood, BernoulliLikelihood)
+            else likelihood.forward(f, **arguments)
+        )
+        return quantile(conditional, uniform[:, 1:].expand_as(f)).to(f)
 
 
 # -------------------------------------------------------------------- checks

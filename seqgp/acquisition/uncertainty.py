@@ -158,31 +158,35 @@ class Uncertainty:
         """The same, fast and without gradients.
 
         Thresholds: by a polynomial, with an error of at most 1e-7. The others: by linear
-        interpolation in a table, with an error of at most 4e-5, if ``|m| <= 16`` and
-        ``v <= 64``; outside, or with a link whose values are not bounded, as in `__call__`.
+        interpolation in a table, with an error of at most 4e-5 (entropy with a probit link: 2e-4),
+        if ``|m| <= 16`` and ``v <= 64``; outside, or with a link whose values are not bounded, as
+        in `__call__`.
         """
         if self.needs_threshold:
             z = (mean - self.latent_threshold) * variance.rsqrt()
             if self.criterion == "misclassification":
                 return _of_z(self.criterion, z)
             z = z.abs_().clamp_(max=_MAX_Z)
-            result = torch.full_like(z, _ENTROPY[-1])
-            for coefficient in _ENTROPY[-2::-1]:
-                result.mul_(z).add_(coefficient)
+            *lower, last = torch.tensor(_ENTROPY, dtype=z.dtype, device=z.device)
+            result = torch.addcmul(lower.pop(), last, z)
+            while lower:  # Horner's rule
+                torch.addcmul(lower.pop(), result, z, out=result)
             return result.mul_(z.square_().mul_(-0.5).exp_())
         if not self.link.probability or self._outside(mean, variance):
             return self(mean, variance)
         table = _table(self.criterion, self.link.name, mean.dtype, mean.device)
-        u = (mean + _MAX_MEAN) / _STEP
-        v = variance.sqrt() / _STEP
-        shape = torch.broadcast_shapes(u.shape, v.shape)
-        i, j = u.long(), v.long()
-        du, dv = u - i, v - j
-        index = (i * table.shape[1] + j).expand(shape)
-        flat, width = table.flatten(), table.shape[1]
-        left = torch.lerp(flat[index], flat[index + 1], dv)
-        right = torch.lerp(flat[index + width], flat[index + width + 1], dv)
-        return torch.lerp(left, right, du)
+        # Bilinear interpolation, as images are resampled: coordinates in [-1, 1], columns first.
+        rows, columns = ((n - 1) * _STEP / 2 for n in table.shape)
+        where = torch.broadcast_tensors(
+            variance.sqrt() / columns - 1, (mean + _MAX_MEAN) / rows - 1
+        )
+        values = torch.nn.functional.grid_sample(
+            table[None, None],
+            torch.stack(where, -1).reshape(1, 1, -1, 2),
+            align_corners=True,
+            padding_mode="border",
+        )
+        return values.reshape(where[0].shape)
 
     def _outside(self, mean: Tensor, variance: Tensor) -> bool:
         return bool((mean.abs().amax() > _MAX_MEAN) | (variance.amax() > _MAX_SD**2))
@@ -252,7 +256,7 @@ def exceedance(likelihood: Likelihood, threshold: float, mean: Tensor, variance:
     return torch.special.ndtr((mean - level) * (variance + nugget_of(likelihood)).rsqrt())
 
 
-def _fit_entropy(degree: int = 9) -> list[float]:
+def _fit_entropy(degree: int = 8) -> list[float]:
     r"""Coefficients of a polynomial :math:`P(|z|)` such that :math:`H(\Phi(z)) = e^{-z^2/2} P`.
 
     That factor leaves a function that is smooth and grows slowly. Weighted least squares on

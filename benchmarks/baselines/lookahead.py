@@ -66,7 +66,7 @@ def rival_reduction(
         at, explained = fixed_inducing(model, at, X, sites)
         gain, fall = fixed_inducing_gains(likelihood, Y, at, explained, total_count)
     weights = sites.new_full((len(sites),), 1 / len(sites))
-    return _score(uncertainty, at, _LookAhead(gain, fall), X, sites, weights)
+    return _score([uncertainty], at, _LookAhead(gain, fall), X, sites, weights)
 
 
 def newton_pseudo_targets(

@@ -19,7 +19,7 @@ site: it is part of what is uncertain there, and of what an observation there re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ def expected_reduction(
     model: SequentialGP,
     X: Tensor,
     sites: Tensor,
-    criterion: str = "threshold-entropy",
+    criterion: str | Sequence[str] = "threshold-entropy",
     threshold: float | None = None,
     weights: Tensor | None = None,
     num_fantasies: int = 16,
@@ -123,7 +123,8 @@ def expected_reduction(
         X: ``n x d`` candidates.
         sites: ``s x d`` sites whose uncertainty counts. If a candidate is one of them, it counts
             what an observation there says about that very site.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         weights: ``s`` weights of the sites (population, say); by default ``1/s`` each.
         num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
@@ -146,7 +147,7 @@ def expected_reduction(
         >>> expected_reduction(model, pool, pool, threshold=0.3).shape
         torch.Size([100])
     """
-    uncertainty, sites = _check(model, sites, criterion, threshold)
+    uncertainties, sites = _check(model, sites, criterion, threshold)
     check_inputs(X, sites.shape[-1], "X")
     weights = _weights(weights, sites)
     if len(X) == 0:
@@ -156,11 +157,11 @@ def expected_reduction(
         at = _marginals(model, X, sites)
         ahead = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
         nugget = nugget_of(model.likelihood)
-        return _score(uncertainty, at, ahead, X, sites, weights, nugget, progress)
+        return _score(uncertainties, at, ahead, X, sites, weights, nugget, progress)
 
 
 def _score(
-    uncertainty: Uncertainty,
+    uncertainties: Sequence[Uncertainty],
     at: _Marginals,
     ahead: _LookAhead,
     X: Tensor,
@@ -172,7 +173,8 @@ def _score(
     """Expected reductions, ``n``, given what `_look_ahead` says; in blocks of bounded size."""
     single = PRECISION
     w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
-    now = (uncertainty.fast(m, v) @ w).mean()
+    now = torch.stack([(u.fast(m, v) @ w).mean() for u in uncertainties])
+    unit = now.reciprocal() if len(now) > 1 else torch.ones_like(now)
     size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(sites)), 1)
     wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
     scores = X.new_empty(len(X))
@@ -184,16 +186,21 @@ def _score(
                 part = slice(start, min(start + size, chunk.stop))
                 c_part = c[..., part.start - first : part.stop - first, :]
                 here = _LookAhead(*(t if t is None else t[..., part].to(single) for t in ahead))
-                after = _average(uncertainty, m, v, c_part, here, w)
-                scores[part] = (now - after).to(scores)
+                after = _average(uncertainties, m, v, c_part, here, w)
+                scores[part] = ((now.unsqueeze(-1) - after) * unit.unsqueeze(-1)).sum(0).to(scores)
                 bar.update(part.stop - part.start)
     return scores
 
 
 def _average(
-    uncertainty: Uncertainty, m: Tensor, v: Tensor, c: Tensor, ahead: _LookAhead, weights: Tensor
+    uncertainties: Sequence[Uncertainty],
+    m: Tensor,
+    v: Tensor,
+    c: Tensor,
+    ahead: _LookAhead,
+    weights: Tensor,
 ) -> Tensor:
-    """Expected uncertainty after an observation at each of ``k`` candidates, ``k``.
+    """Expected uncertainties of all kinds after observations at ``k`` candidates, ``kinds x k``.
 
     One member of the batch at a time: blocks are ``k x fantasies x sites``.
     """
@@ -206,14 +213,15 @@ def _average(
         tensor.expand(*batch, *tensor.shape[-kept:]).reshape(-1, *tensor.shape[-kept:])
         for tensor, kept in tensors
     ]
-    total, tiny = c.new_zeros(c.shape[-2]), torch.finfo(c.dtype).eps
+    total = c.new_zeros(len(uncertainties), c.shape[-2])
+    tiny = torch.finfo(c.dtype).eps
     for mean, variance, cross, g, r, p in zip(*parts, strict=True):
         cross = cross.unsqueeze(-2)  # k x 1 x s
         after = torch.addcmul(mean, g.mT.unsqueeze(-1), cross)
         left = torch.addcmul(variance, r.mT.unsqueeze(-1), cross.square(), value=-1)
         left = torch.maximum(left, tiny * variance)
-        values = uncertainty.fast(after, left) @ weights
-        total += (p.mT * values).sum(-1) / p.sum(0)
+        for row, uncertainty in zip(total, uncertainties, strict=True):
+            row += (p.mT * (uncertainty.fast(after, left) @ weights)).sum(-1) / p.sum(0)
     return total / max(len(parts[0]), 1)
 
 
@@ -228,7 +236,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     Args:
         model: A model of one output and one latent function.
         sites: ``s x d`` sites whose uncertainty counts.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         weights: ``s`` weights of the sites; by default ``1/s`` each.
         num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
@@ -261,7 +270,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         self,
         model: SequentialGP,
         sites: Tensor,
-        criterion: str = "threshold-entropy",
+        criterion: str | Sequence[str] = "threshold-entropy",
         threshold: float | None = None,
         weights: Tensor | None = None,
         num_fantasies: int = 16,
@@ -269,9 +278,9 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         X_pending: Tensor | None = None,
         **arguments: Any,
     ) -> None:
-        uncertainty, sites = _check(model, sites, criterion, threshold)
+        uncertainties, sites = _check(model, sites, criterion, threshold)
         super().__init__(model)
-        self.uncertainty = uncertainty
+        self.uncertainties = uncertainties
         self.register_buffer("sites", sites)
         self.register_buffer("weights", _weights(weights, sites))
         self.num_fantasies, self.seed, self.arguments = num_fantasies, seed, arguments
@@ -282,43 +291,51 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     @t_batch_mode_transform()  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:
         """The value at ``b x q x d`` candidates, of shape ``b``."""
-        model = self.model
-        nugget = nugget_of(model.likelihood)
-        if X.shape[-2] == 1:
-            batch = X.shape[:-2]
-            flat = X.reshape(-1, X.shape[-1])
-            at = _marginals(model, flat, self.sites)
-            gain, fall, probability = _look_ahead(
-                model.likelihood, at, self.num_fantasies, self.seed, self.arguments
-            )
-            c = _with_own(at.cross(slice(None)), flat, self.sites, nugget).unsqueeze(-3)
-            mean = at.site_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
-            start = (at.site_variance + nugget).unsqueeze(-2).unsqueeze(-2)
-            variance = start - fall.unsqueeze(-1) * c.square()
-            variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
-            values = self.uncertainty(mean, variance) @ self.weights
-            if probability is None:
-                after = values.mean(-2)
-            else:
-                after = (probability * values).sum(-2) / probability.sum(-2)
-            now = self.uncertainty(at.site_mean, at.site_variance + nugget) @ self.weights
-            value = now.unsqueeze(-1) - after
-            return value.reshape(-1, value.shape[-1]).mean(0).reshape(batch)
-        fantasies = model.fantasize(X, self.sampler, **self.arguments)
-        sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
-        before, after = model.posterior(self.sites), fantasies.posterior(sites)
-        now, later = (
-            self.uncertainty(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) @ self.weights
-            for p in (before, after)
+        look = self._one if X.shape[-2] == 1 else self._several
+        total = X.new_zeros(X.shape[:-2])
+        for now, after in look(X):
+            unit = now if len(self.uncertainties) > 1 else 1.0
+            total = total + (now - after) / unit
+        return total
+
+    def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Uncertainties of all kinds now, and after an observation at ``b x 1 x d`` points."""
+        nugget = nugget_of(self.model.likelihood)
+        flat = X.reshape(-1, X.shape[-1])
+        at = _marginals(self.model, flat, self.sites)
+        gain, fall, probability = _look_ahead(
+            self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
         )
-        return now.mean() - later.reshape(-1, *X.shape[:-2]).mean(0)
+        if probability is None:
+            probability = torch.ones_like(gain)
+        c = _with_own(at.cross(slice(None)), flat, self.sites, nugget).unsqueeze(-3)
+        start = (at.site_variance + nugget).unsqueeze(-2).unsqueeze(-2)
+        mean = at.site_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
+        variance = start - fall.unsqueeze(-1) * c.square()
+        variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
+        for uncertainty in self.uncertainties:
+            now = uncertainty(at.site_mean, at.site_variance + nugget) @ self.weights
+            values = uncertainty(mean, variance) @ self.weights  # ... x f x n
+            after = (probability * values).sum(-2) / probability.sum(-2)
+            yield now.mean(), after.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
+
+    def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same after observations at ``b x q x d`` points."""
+        nugget = nugget_of(self.model.likelihood)
+        fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
+        sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
+        posteriors = self.model.posterior(self.sites), fantasies.posterior(sites)
+        marginals = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
+        for uncertainty in self.uncertainties:
+            now, after = (uncertainty(*marginal) @ self.weights for marginal in marginals)
+            yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
 
 
 def select_from_pool(
     model: SequentialGP,
     pool: Tensor,
     q: int = 1,
-    criterion: str = "threshold-entropy",
+    criterion: str | Sequence[str] = "threshold-entropy",
     threshold: float | None = None,
     surveyed: Tensor | None = None,
     available: Tensor | None = None,
@@ -339,7 +356,8 @@ def select_from_pool(
         model: A model of one output and one latent function.
         pool: ``n x d`` sites.
         q: How many to choose.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         surveyed: ``n`` booleans, or indices: sites that have been observed. They are not chosen,
             and their uncertainty no longer counts.
@@ -604,8 +622,12 @@ def _draw(
 
 
 def _check(
-    model: SequentialGP, sites: Tensor, criterion: str, threshold: float | None, name: str = "sites"
-) -> tuple[Uncertainty, Tensor]:
+    model: SequentialGP,
+    sites: Tensor,
+    criterion: str | Sequence[str],
+    threshold: float | None,
+    name: str = "sites",
+) -> tuple[list[Uncertainty], Tensor]:
     if not isinstance(model, SequentialGP):
         raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
     if model.num_outputs != 1 or not has_one_latent(model.likelihood):
@@ -616,7 +638,11 @@ def _check(
     check_inputs(sites, model.train_inputs[0].shape[-1], name)
     if sites.dim() != 2 or len(sites) == 0:
         raise ValueError(f"{name}: expected shape n x d, got {tuple(sites.shape)}.")
-    return Uncertainty(criterion, link_of(model.likelihood), threshold), sites
+    criteria = [criterion] if isinstance(criterion, str) else list(criterion)
+    if not criteria:
+        raise ValueError("criterion: expected at least one, got none.")
+    link = link_of(model.likelihood)
+    return [Uncertainty(each, link, threshold) for each in criteria], sites
 
 
 def _weights(weights: Tensor | None, sites: Tensor) -> Tensor:

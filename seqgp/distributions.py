@@ -74,8 +74,12 @@ class LogitNormalBinomial(Distribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> LogitNormalBinomial:
         """The same distribution with a larger batch shape."""
-        parts = (self.total_count, self.logits, self.variance_of_logits)
-        return LogitNormalBinomial(*(part.expand(batch_shape) for part in parts), False)
+        return LogitNormalBinomial(
+            self.total_count.expand(batch_shape),
+            self.logits.expand(batch_shape),
+            self.variance_of_logits.expand(batch_shape),
+            validate_args=False,
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log probability of counts."""

@@ -68,12 +68,12 @@ class Selection(NamedTuple):
     """What `select_from_pool` chose.
 
     Attributes:
-        index: ``q`` indices into the pool, in the order in which they were chosen.
+        chosen: ``q`` indices into the pool, in the order in which they were chosen.
         scores: ``q x n`` expected reductions (per cost) for all of the pool when each was chosen;
             ``-inf`` where it could not be.
     """
 
-    index: Tensor
+    chosen: Tensor
     scores: Tensor
 
 
@@ -98,6 +98,12 @@ class _LookAhead(NamedTuple):
     gain: Tensor  # b x f x n
     fall: Tensor  # b x f x n
     probability: Tensor | None = None  # b x f x n
+
+    def at(self, part: slice, dtype: torch.dtype) -> _LookAhead:
+        """Of some candidates."""
+        gain, fall, p = self
+        p = p if p is None else p[..., part].to(dtype)
+        return _LookAhead(gain[..., part].to(dtype), fall[..., part].to(dtype), p)
 
 
 def expected_reduction(
@@ -185,7 +191,7 @@ def _score(
             for start in range(chunk.start, chunk.stop, size):
                 part = slice(start, min(start + size, chunk.stop))
                 c_part = c[..., part.start - first : part.stop - first, :]
-                here = _LookAhead(*(t if t is None else t[..., part].to(single) for t in ahead))
+                here = ahead.at(part, single)
                 after = _average(uncertainties, m, v, c_part, here, w)
                 scores[part] = ((now.unsqueeze(-1) - after) * unit.unsqueeze(-1)).sum(0).to(scores)
                 bar.update(part.stop - part.start)
@@ -324,7 +330,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         nugget = nugget_of(self.model.likelihood)
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
         sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
-        posteriors = self.model.posterior(self.sites), fantasies.posterior(sites)
+        posteriors: tuple[Any, Any] = self.model.posterior(self.sites), fantasies.posterior(sites)
         marginals = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
         for uncertainty in self.uncertainties:
             now, after = (uncertainty(*marginal) @ self.weights for marginal in marginals)
@@ -378,7 +384,7 @@ def select_from_pool(
         >>> Y = torch.full((10, 1), 3.0, dtype=torch.double)
         >>> model = SequentialGP(pool[:10], Y, likelihood=BinomialLikelihood(20))
         >>> seen = torch.arange(10)
-        >>> chosen = select_from_pool(model, pool, q=2, threshold=0.2, surveyed=seen).index
+        >>> chosen = select_from_pool(model, pool, q=2, threshold=0.2, surveyed=seen).chosen
         >>> bool((chosen >= 10).all()), len(chosen)
         (True, 2)
     """
@@ -483,8 +489,8 @@ def _look_ahead(
 
     if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
         targets = targets.to(PRECISION)
-        start = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
-        return _LookAhead(*_condition_each(*start, evaluate), probability)
+        m, v = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
+        return _LookAhead(*_condition_each(m, v, evaluate), probability)
     conditioned, _ = condition(
         mean.expand_as(Y).unsqueeze(-1),
         variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),

@@ -244,6 +244,23 @@ def test_weights() -> None:
     assert_close(actual, 2 * single[0] + single[1], 1e-6)
 
 
+@pytest.mark.parametrize("q", [1, 2])
+def test_several_criteria(q: int) -> None:
+    """Relative reductions add up."""
+    model, X, sites = model_of("bernoulli"), make_inputs(4, q, 2), points(6)
+    criteria = ("misclassification", "variance")
+    expected = torch.zeros(4)
+    with torch.no_grad():
+        for criterion in criteria:
+            now = uncertainty(model, criterion, 0.5, sites).mean()
+            acquisition = qExpectedUncertaintyReduction(model, sites, criterion, 0.5)
+            expected += acquisition(X) / now
+        acquisition = qExpectedUncertaintyReduction(model, sites, criteria, 0.5)
+        assert_close(acquisition(X), expected)
+    if q == 1:
+        assert_close(expected_reduction(model, X[:, 0], sites, criteria, 0.5), expected, 1e-3)
+
+
 def test_fantasy_models_are_averaged() -> None:
     model, X, sites, pending = model_of("bernoulli"), *map(points, (4, 6, 2))
     Y = torch.tensor([[[0.0], [1.0]], [[1.0], [1.0]], [[0.0], [0.0]]])
@@ -322,9 +339,9 @@ def test_selection_is_the_arg_max() -> None:
     model, pool = model_of("binomial"), points(30)
     options: dict[str, Any] = {"threshold": 0.3, "total_count": TOTAL}
     scores = expected_reduction(model, pool, pool, **options)
-    chosen = select_from_pool(model, pool, **options)
-    assert chosen.index.tolist() == [int(scores.argmax())]
-    assert_close(chosen.scores[0], scores)
+    selection = select_from_pool(model, pool, **options)
+    assert selection.chosen.tolist() == [int(scores.argmax())]
+    assert_close(selection.scores[0], scores)
 
 
 def test_masks_and_costs() -> None:
@@ -343,18 +360,18 @@ def test_masks_and_costs() -> None:
     )
     assert_close(first.scores[0, ~mask], expected)
     # What is not available counts, but is not chosen.
-    best = int(first.index)
+    best = int(first.chosen)
     available = torch.ones(30, dtype=torch.bool)
     available[best] = False
     second = select_from_pool(model, pool, surveyed=mask, available=available, **options)
-    assert int(second.index) != best
+    assert int(second.chosen) != best
     keep = available & ~mask
     assert_close(second.scores[0, keep], first.scores[0, keep])
     # Costs divide.
     costs = torch.ones(30)
     costs[best] = 1e3
     third = select_from_pool(model, pool, surveyed=mask, costs=costs, **options)
-    assert int(third.index) == int(second.index)
+    assert int(third.chosen) == int(second.chosen)
     assert_close(third.scores[0, best], first.scores[0, best] / 1e3)
 
 
@@ -382,12 +399,12 @@ def test_a_batch_beats_the_best_few() -> None:
     batch = select_from_pool(model, pool, q=2, **options)
     top = batch.scores[0].topk(2).indices
     assert (top < 12).all()
-    assert sorted((batch.index // 12).tolist()) == [0, 1]
+    assert sorted((batch.chosen // 12).tolist()) == [0, 1]
     joint = qExpectedUncertaintyReduction(model, pool, num_fantasies=128, **options)
     with torch.no_grad():
-        values = joint(torch.stack([pool[batch.index], pool[top]]))
+        values = joint(torch.stack([pool[batch.chosen], pool[top]]))
     assert values[0] > 1.3 * values[1]
-    assert batch.scores[1, batch.index[0]] == -torch.inf
+    assert batch.scores[1, batch.chosen[0]] == -torch.inf
 
 
 @pytest.mark.parametrize(
@@ -401,6 +418,7 @@ def test_a_batch_beats_the_best_few() -> None:
         ({"costs": torch.zeros(30)}, "costs: expected 30 positive"),
         ({"weights": torch.ones(3)}, "weights: expected 30"),
         ({"criterion": "guess"}, "criterion: expected one of"),
+        ({"criterion": ()}, "criterion: expected at least one"),
         ({"threshold": None}, "threshold:"),
         ({"pool": torch.rand(3, 5)}, "pool: expected 2 columns"),
         ({"pool": torch.rand(1, 3, 2)}, "pool: expected shape n x d"),
@@ -481,5 +499,5 @@ def test_labels_near_the_boundary_are_wanted() -> None:
         X, (X > 0.5).to(X), likelihood=BernoulliLikelihood(), covar_module=make_kernel(0.3, 4.0)
     )
     pool = torch.linspace(0, 1, 41).unsqueeze(-1)
-    chosen = select_from_pool(model, pool, criterion="misclassification", threshold=0.5).index
+    chosen = select_from_pool(model, pool, criterion="misclassification", threshold=0.5).chosen
     assert abs(float(pool[chosen]) - 0.5) < 0.15

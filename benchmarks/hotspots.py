@@ -13,7 +13,6 @@ of exceeding the threshold is above one half.
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,7 @@ from benchmarks.data import find
 from benchmarks.runner import Options, Unit
 from seqgp import BinomialLikelihood, DualELBO, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import exceedance, expected_reduction, prevalence
-from seqgp.datasets import Country, make_country
+from seqgp.datasets import Country, make_country, read_country
 from seqgp.memory import MemoryOptions
 
 TESTS, THRESHOLD, FANTASIES = 100, 0.1, 16
@@ -109,12 +108,7 @@ def load(villages: int | None = None) -> Country:
     """The data of Cote d'Ivoire, or a made country with so many villages."""
     if villages is not None:
         return make_country(villages)
-    with find("hotspots/civ_data.csv").open(newline=None) as file:
-        rows = list(csv.DictReader(file))
-    names = tuple(key for key in rows[0] if key not in ("disease", "theta"))
-    inputs = torch.tensor([[float(row[key]) for key in names] for row in rows], dtype=torch.float64)
-    prevalence = torch.tensor([float(row["theta"]) for row in rows], dtype=torch.float64)
-    return Country(inputs, prevalence, names)
+    return read_country(find("hotspots/civ_data.csv"))
 
 
 class Problem(NamedTuple):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -103,14 +106,45 @@ def make_country(
 
     near = np.exp(-water / 2500)
     suitable = 1 / (1 + np.exp(-(warmth - 25.3) / 0.35)) / (1 + np.exp(-(rain - 1250) / 110))
-    logit = -3.8 + 4.4 * near * suitable + 0.9 * suitable + 0.7 * hidden(x, y)
+    logit = -4.2 + 4.4 * near * suitable + 0.9 * suitable + 0.7 * hidden(x, y)
     logit = logit + 0.6 * rng.normal(size=villages)
     columns = (x / 111, y / 111, warmth, rain, rain_season, warm_season, water, height)
     inputs = torch.from_numpy(np.stack(columns, -1)).to(dtype)
     return Country(inputs, torch.sigmoid(torch.from_numpy(logit)).to(dtype), NAMES)
 
 
-def _smooth_field(rng: np.random.Generator, scale: float, waves: int = 60):  # type: ignore[no-untyped-def]
+def read_country(path: str | Path, dtype: torch.dtype = torch.float64) -> Country:
+    """A country from a CSV file: covariates, and a column ``theta`` of prevalences.
+
+    Columns that are not numbers are left out. Made for the data of Cote d'Ivoire of
+    Andrade-Pacheco et al. (2020), which Maddox et al. (2021) use.
+
+    Args:
+        path: The file.
+        dtype: Of the result.
+    """
+    with Path(path).open(newline=None) as file:
+        rows = list(csv.DictReader(file))
+    if not rows or "theta" not in rows[0]:
+        raise ValueError(f"{path}: expected a CSV file with a column theta.")
+    names = tuple(key for key in rows[0] if key != "theta" and _is_number(rows[0][key]))
+    inputs = torch.tensor([[float(row[key]) for key in names] for row in rows], dtype=dtype)
+    prevalence = torch.tensor([float(row["theta"]) for row in rows], dtype=dtype)
+    return Country(inputs, prevalence, names)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+Field = Callable[["np.ndarray", "np.ndarray"], "np.ndarray"]
+
+
+def _smooth_field(rng: np.random.Generator, scale: float, waves: int = 60) -> Field:
     """A random function of the plane with unit variance: a sum of waves of about ``scale`` km."""
     frequency = rng.normal(size=(waves, 2)) / scale
     phase = rng.uniform(0, 2 * math.pi, waves)

@@ -105,9 +105,9 @@ def make_country(
     warm_season = 90 + 0.14 * y + 0.02 * height + 4 * rng.normal(size=villages)
 
     near = np.exp(-water / 2500)
-    suitable = 1 / (1 + np.exp(-(warmth - 25.3) / 0.35)) / (1 + np.exp(-(rain - 1250) / 110))
-    logit = -4.2 + 4.4 * near * suitable + 0.9 * suitable + 0.7 * hidden(x, y)
-    logit = logit + 0.6 * rng.normal(size=villages)
+    suitable = 1 / (1 + np.exp(-(warmth - 25.6) / 0.25)) / (1 + np.exp(-(rain - 1300) / 70))
+    logit = -4.6 + suitable * (1.6 + 2.8 * near + 1.8 * hidden(x, y)) + 0.4 * hidden(y, x)
+    logit = logit + 0.35 * rng.normal(size=villages)
     columns = (x / 111, y / 111, warmth, rain, rain_season, warm_season, water, height)
     inputs = torch.from_numpy(np.stack(columns, -1)).to(dtype)
     return Country(inputs, torch.sigmoid(torch.from_numpy(logit)).to(dtype), NAMES)

@@ -4,9 +4,9 @@ Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``. No knowledge
 processes is needed.
 
 A country has 1,500 villages. Of each we know where it is, how warm and wet it is there, how high,
-how far from water. What we want to know is where more than one person in ten carries a parasite that is
-passed on in fresh water. To find out, a team drives to a village and tests 100 people, which takes
-a day. After 100 villages there is money for 100 more. Which?
+how far from water. What we want to know is where more than one person in ten carries a parasite
+that is passed on in fresh water. To find out, a team drives to a village and tests 100 people,
+which takes a day. After 100 villages there is money for 100 more. Which?
 
 The answer here: a model that predicts the prevalence everywhere *and knows how sure it is*, and a
 score for each village: by how much a survey there would reduce what we do not know, about that

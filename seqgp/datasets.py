@@ -106,7 +106,7 @@ def make_country(
 
     near = np.exp(-water / 2500)
     suitable = 1 / (1 + np.exp(-(warmth - 25.6) / 0.25)) / (1 + np.exp(-(rain - 1300) / 70))
-    logit = -4.6 + suitable * (1.6 + 2.8 * near + 1.8 * hidden(x, y)) + 0.4 * hidden(y, x)
+    logit = -5.2 + suitable * (1.6 + 2.8 * near + 1.8 * hidden(x, y)) + 0.4 * hidden(y, x)
     logit = logit + 0.35 * rng.normal(size=villages)
     columns = (x / 111, y / 111, warmth, rain, rain_season, warm_season, water, height)
     inputs = torch.from_numpy(np.stack(columns, -1)).to(dtype)

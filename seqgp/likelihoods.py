@@ -156,7 +156,7 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
         >>> likelihood = OverdispersedBinomialLikelihood(total_count=10)
         >>> likelihood.nugget = 1.0
         >>> likelihood(torch.zeros(1)).variance.detach()  # that of binomial counts is 2.5
-        tensor([6.4011])
+        tensor([6.4041])
     """
 
     def __init__(

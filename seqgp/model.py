@@ -328,8 +328,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             if noisy and is_conjugate(likelihood):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
-                # The log odds of each observation, and counts given these: cheaper to draw.
-                f, likelihood = _with_nugget(f, likelihood.nugget), likelihood.conditional
+                f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
         if noisy and not is_conjugate(self.likelihood):

@@ -34,6 +34,7 @@ from torch.distributions import (
 
 from seqgp.distributions import LogitNormalBinomial
 from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples
+from seqgp.likelihoods import OverdispersedBinomialLikelihood
 
 #: Nodes for the moments of observations; GPyTorch's own 20 are few for heavy right tails.
 NUM_NODES = 64
@@ -43,7 +44,8 @@ class ObservationPosterior(Posterior):
     """The distribution of observations at ``q`` inputs, given by latent Gaussians and a likelihood.
 
     Args:
-        latent: ``q(f)``, a posterior over ``... x q x l`` latent values.
+        latent: ``q(f)``, a posterior over ``... x q x l`` latent values. If the likelihood is an
+            `OverdispersedBinomialLikelihood`, the nugget is part of it.
         likelihood: The likelihood.
         arguments: Per-point arguments of the likelihood, ``... x q``.
         several_latents: Whether there is one observation per input of all ``l`` latents together,
@@ -174,6 +176,8 @@ class ObservationPosterior(Posterior):
         if isinstance(self.likelihood, BernoulliLikelihood):
             # Not through `forward`: it makes a tensor on the default device.
             return Bernoulli(torch.special.ndtr(f.mT))
+        if isinstance(self.likelihood, OverdispersedBinomialLikelihood):
+            return self.likelihood.conditional.forward(f.mT, **self.arguments)
         if not self.several_latents:
             return self.likelihood.forward(f.mT, **self.arguments)
         if isinstance(self.likelihood, SoftmaxLikelihood):

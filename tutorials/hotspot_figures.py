@@ -53,7 +53,7 @@ def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> P
     left.scatter(place[:, 0], place[:, 1], s=170, marker="*", c=CHOSEN, edgecolors="w", zorder=4)
     for rank, (x, y) in enumerate(place[:, :2].tolist(), 1):
         left.annotate(f"{rank}", (x, y), (5, 5), textcoords="offset points", weight="bold")
-    left.set_title("how much a survey is expected to teach, and the best batch")
+    left.set_title("how much a survey is expected to teach, and the best batch (stars)")
     figure.colorbar(drawn, ax=left, shrink=0.85, label="expected relative reduction of uncertainty")
     right.scatter(
         state.hotspot[index], state.spread[index], c=score[index], s=14, cmap="viridis", lw=0
@@ -105,7 +105,7 @@ def memory_map(country: Country, state: State, X: Tensor, model: SequentialGP) -
     figure = Figure(figsize=(7.4, 5.4), layout="constrained")
     axes = figure.subplots()
     memory = model.memory
-    axes.scatter(country.inputs[:, 0], country.inputs[:, 1], s=3, c="0.85", lw=0)
+    axes.scatter(country.inputs[:, 0], country.inputs[:, 1], s=3, c="0.65", lw=0)
     place = country.inputs[state.surveyed]
     axes.scatter(
         *(place[:, 0], place[:, 1]), s=14, c="w", edgecolors="0.4", lw=0.7, label="summarised"
@@ -172,7 +172,7 @@ def _villages(
     order = index[value[index].argsort()]
     place = country.inputs[order]
     _bare(axes)
-    return axes.scatter(place[:, 0], place[:, 1], c=value[order], s=11, lw=0, **style)
+    return axes.scatter(place[:, 0], place[:, 1], c=value[order], s=14, lw=0, **style)
 
 
 def _surveyed(
@@ -195,7 +195,8 @@ def _curve(axes: Axes, results: dict[str, dict[str, list[float]]], key: str) -> 
 
 
 def _bare(axes: Axes) -> None:
-    axes.set(xticks=[], yticks=[], aspect="equal")
+    """A map: no ticks, and a ground on which white can be seen."""
+    axes.set(xticks=[], yticks=[], aspect="equal", facecolor="0.86")
     axes.spines[:].set_visible(False)
 
 

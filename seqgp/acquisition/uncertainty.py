@@ -119,7 +119,7 @@ class Uncertainty:
         >>> import torch
         >>> u = Uncertainty("misclassification", LINKS["logit"], threshold=0.5)
         >>> u(torch.tensor([0.0, 4.0]), torch.ones(2))
-        tensor([5.0000e-01, 3.1671e-05])
+        tensor([5.0000e-01, 3.1680e-05])
     """
 
     def __init__(self, criterion: str, link: Link, threshold: float | None = None) -> None:
@@ -238,7 +238,7 @@ def prevalence(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> tuple[
         >>> import torch
         >>> likelihood = BinomialLikelihood()
         >>> prevalence(likelihood, torch.tensor([-3.0]), torch.tensor([4.0]))[0]
-        tensor([0.1096])
+        tensor([0.1296])
     """
     return _moments(link_of(likelihood), mean, variance + nugget_of(likelihood))
 

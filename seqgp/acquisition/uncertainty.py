@@ -118,8 +118,8 @@ class Uncertainty:
     Example:
         >>> import torch
         >>> u = Uncertainty("misclassification", LINKS["logit"], threshold=0.5)
-        >>> u(torch.tensor([0.0, 4.0]), torch.ones(2))
-        tensor([5.0000e-01, 3.1680e-05])
+        >>> u(torch.tensor([0.0, 1.0]), torch.ones(2))
+        tensor([0.5000, 0.1587])
     """
 
     def __init__(self, criterion: str, link: Link, threshold: float | None = None) -> None:

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     memory: int  # surveys that the model keeps as they are
 
 
-FULL, SHORT, SMOKE = Plan(1500, 100, 100, 150), Plan(800, 60, 60, 100), Plan(150, 25, 8, 28)
+FULL, SHORT, SMOKE = Plan(1500, 100, 100, 150), Plan(600, 50, 50, 80), Plan(150, 25, 8, 28)
 
 
 class State(NamedTuple):

@@ -172,7 +172,7 @@ class Uncertainty:
             while lower:  # Horner's rule
                 torch.addcmul(lower.pop(), result, z, out=result)
             return result.mul_(z.square_().mul_(-0.5).exp_())
-        if not self.link.probability or self._outside(mean, variance):
+        if not self.link.probability:
             return self(mean, variance)
         table = _table(self.criterion, self.link.name, mean.dtype, mean.device)
         # Bilinear interpolation, as images are resampled: coordinates in [-1, 1], columns first.
@@ -186,10 +186,12 @@ class Uncertainty:
             align_corners=True,
             padding_mode="border",
         )
-        return values.reshape(where[0].shape)
-
-    def _outside(self, mean: Tensor, variance: Tensor) -> bool:
-        return bool((mean.abs().amax() > _MAX_MEAN) | (variance.amax() > _MAX_SD**2))
+        values = values.reshape(where[0].shape)
+        outside = (mean.abs() > _MAX_MEAN) | (variance > _MAX_SD**2)
+        if bool(outside.any()):
+            mean, variance, outside = torch.broadcast_tensors(mean, variance, outside)
+            values[outside] = self(mean[outside], variance[outside])
+        return values
 
 
 def _of_z(criterion: str, z: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from scipy import stats
 from torch import Tensor
 
+from benchmarks.memory import peak_memory
 from seqgp import BinomialLikelihood, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import (
     expected_reduction,
@@ -224,6 +225,22 @@ def test_blocks_and_progress_do_not_matter(
     assert_close(expected_reduction(model, X, sites, progress=True, **options), expected, 1e-6)
     assert "score" in capsys.readouterr().err
     assert expected_reduction(model, X[:0], sites, **options).shape == (0,)
+
+
+def score_a_large_pool(n: int) -> Iterator[int]:
+    """To be measured: a pool whose block candidates x fantasies x sites would not be small."""
+    torch.set_num_threads(1)
+    X = torch.rand(n, 2)
+    model = SequentialGP(X[:20], torch.ones(20, 1), likelihood=BinomialLikelihood(50))
+    expected_reduction(model, X[:10], X[:10], threshold=0.3)  # libraries are loaded, tables made
+    yield X.numel() * X.element_size()
+    expected_reduction(model, X, X, threshold=0.3)
+
+
+def test_memory_is_bounded() -> None:
+    """All at once, 2,000 x 16 x 2,000 numbers in single precision would be 244 MB each."""
+    measured = peak_memory(score_a_large_pool, n=2000)
+    assert measured["extra"] < 120
 
 
 def test_a_surveyed_site_is_known() -> None:

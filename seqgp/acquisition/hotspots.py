@@ -225,7 +225,7 @@ def _average(
         cross = cross.unsqueeze(-2)  # k x 1 x s
         after = torch.addcmul(mean, g.mT.unsqueeze(-1), cross)
         left = torch.addcmul(variance, r.mT.unsqueeze(-1), cross.square(), value=-1)
-        left = torch.maximum(left, tiny * variance)
+        torch.maximum(left, tiny * variance, out=left)
         for row, uncertainty in zip(total, uncertainties, strict=True):
             row += (p.mT * (uncertainty.fast(after, left) @ weights)).sum(-1) / p.sum(0)
     return total / max(len(parts[0]), 1)
@@ -640,6 +640,11 @@ def _check(
         raise ValueError(
             "model: expected one output and one latent function; choose an output of several with "
             "model.subset_output."
+        )
+    if hasattr(model, "outcome_transform"):
+        raise ValueError(
+            "model: with an outcome_transform the latent function is on another scale than the "
+            "threshold; transform the targets beforehand instead."
         )
     check_inputs(sites, model.train_inputs[0].shape[-1], name)
     if sites.dim() != 2 or len(sites) == 0:

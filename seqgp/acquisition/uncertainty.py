@@ -182,13 +182,14 @@ class Uncertainty:
         )
         values = torch.nn.functional.grid_sample(
             table[None, None],
-            torch.stack(where, -1).reshape(1, 1, -1, 2),
+            torch.stack(where).reshape(2, -1).mT[None, None],  # a view: interleaving takes time
             align_corners=True,
             padding_mode="border",
         )
         values = values.reshape(where[0].shape)
-        outside = (mean.abs() > _MAX_MEAN) | (variance > _MAX_SD**2)
-        if bool(outside.any()):
+        (low, high), most = mean.aminmax(), variance.amax()
+        if bool((low < -_MAX_MEAN) | (high > _MAX_MEAN) | (most > _MAX_SD**2)):
+            outside = (mean.abs() > _MAX_MEAN) | (variance > _MAX_SD**2)
             mean, variance, outside = torch.broadcast_tensors(mean, variance, outside)
             values[outside] = self(mean[outside], variance[outside])
         return values

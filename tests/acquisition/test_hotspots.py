@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from botorch.models.transforms import Normalize, Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
 from gpytorch.likelihoods import BernoulliLikelihood
@@ -452,8 +453,31 @@ def test_models_that_do_not_fit() -> None:
         expected_reduction(pair()[1], points(2), points(2), "variance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one output"):
         expected_reduction(pair(outputs=2)[0], points(2), points(2), "variance")
+    standardised = data("gaussian").model(outcome_transform=Standardize(1))
+    with pytest.raises(ValueError, match="outcome_transform"):
+        expected_reduction(standardised, points(2), points(2), "variance")
     with pytest.raises(ValueError, match="one output and one latent"):
         expected_reduction(model_of("softmax"), points(2), points(2), "variance")
+
+
+def test_inputs_are_transformed() -> None:
+    """A model that scales its inputs gives the scores of one whose inputs are scaled."""
+    bounds = torch.tensor([[-1.0, 0.0], [3.0, 10.0]])
+    raw = bounds[0] + (bounds[1] - bounds[0]) * points(12)
+    Y = data("bernoulli").Y
+    options: dict[str, Any] = {"likelihood": BernoulliLikelihood(), "covar_module": make_kernel()}
+    scaled = SequentialGP(points(12), Y, **options)
+    model = SequentialGP(raw, Y, input_transform=Normalize(2, bounds=bounds), **options)
+    for function in (expected_reduction, score_by_class):
+        assert_close(
+            function(model, raw, raw, threshold=0.5),
+            function(scaled, points(12), points(12), threshold=0.5),
+            1e-6,
+        )
+
+
+def score_by_class(model: SequentialGP, X: Tensor, sites: Tensor, **options: Any) -> Tensor:
+    return qExpectedUncertaintyReduction(model, sites, **options)(X.unsqueeze(-2))
 
 
 # -------------------------------------------------------------------- devices and precision

@@ -441,6 +441,7 @@ def _marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> _Marginals:
     covariance = f.lazy_covariance_matrix
     assert isinstance(covariance, PosteriorCovariance)
     variance = covariance.diagonal(dim1=-1, dim2=-2)
+    variance = variance.clamp_min(torch.finfo(variance.dtype).eps)
 
     def cross(chunk: slice) -> Tensor:
         start, stop, _ = chunk.indices(n)

@@ -29,7 +29,7 @@ BENCHMARKS = {
     "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
-    "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
+    "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python -m tutorials.stream
+	$(BIN)/python -m tutorials.hotspots --short
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest -q -n $(WORKERS)

@@ -2,7 +2,11 @@
 
 from seqgp import pathwise as _pathwise  # registers BoTorch's pathwise samplers  # noqa: F401
 from seqgp._version import __version__
-from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods import (
+    BinomialLikelihood,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.variational import DualVariationalStrategy
@@ -12,6 +16,7 @@ __all__ = [
     "DualELBO",
     "DualVariationalStrategy",
     "OrdinalLikelihood",
+    "OverdispersedBinomialLikelihood",
     "SequentialGP",
     "__version__",
 ]

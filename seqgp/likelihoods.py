@@ -1,4 +1,4 @@
-"""Non-Gaussian likelihoods: counts out of a total, and ordered categories."""
+"""Non-Gaussian likelihoods: counts out of a total, overdispersed or not, and ordered categories."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpytorch.constraints import Interval, Positive
+from gpytorch.constraints import GreaterThan, Interval, Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.priors import Prior
 from torch import Tensor
 from torch.distributions import Binomial, Categorical, constraints
 
-__all__ = ["BinomialLikelihood", "OrdinalLikelihood"]
+from seqgp.distributions import LogitNormalBinomial, log_prob_and_slope
+
+__all__ = ["BinomialLikelihood", "OrdinalLikelihood", "OverdispersedBinomialLikelihood"]
 
 _NO_BATCH = torch.Size([])
 _LOG_CDF: dict[str, Callable[[Tensor], Tensor]] = {
@@ -118,12 +120,105 @@ class BinomialLikelihood(_QuadratureLikelihood):
         **kwargs: Any,
     ) -> Binomial:
         """The distribution of the counts given latent values ``... x n``."""
-        f, total_count = function_samples, self.total_count if total_count is None else total_count
-        if total_count is None:
-            raise ValueError("`total_count` is missing: give it to the constructor or this call.")
-        total_count = torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
+        f, total_count = function_samples, self._totals(function_samples, total_count)
         logits = f if self.link == "logit" else self._log_cdf(f) - self._log_cdf(-f)
         return Binomial(total_count=total_count, logits=logits)  # which checks both
+
+    def _totals(self, f: Tensor, total_count: int | Tensor | None) -> Tensor:
+        """The totals of a call, or else those of the constructor."""
+        total_count = self.total_count if total_count is None else total_count
+        if total_count is None:
+            raise ValueError("`total_count` is missing: give it to the constructor or this call.")
+        return torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
+
+
+class OverdispersedBinomialLikelihood(BinomialLikelihood):
+    r"""Counts :math:`y` out of a total :math:`N` that vary more than binomial ones.
+
+    Each observation has log odds of its own, which scatter around the latent function:
+
+    .. math::
+        y \mid h \sim \operatorname{Binomial}(N, \sigma(h)), \qquad
+        h = f + \epsilon, \qquad \epsilon \sim N(0, s^2).
+
+    The nugget :math:`s^2` is learnt. It is what neighbouring places with the same covariates do
+    not have in common. Without it a model of large counts takes their scatter for signal, and its
+    lengthscales shrink. :math:`\epsilon` is integrated out (`LogitNormalBinomial`), and the
+    likelihood remains log-concave.
+
+    Args:
+        total_count: The total(s) :math:`N`, as for `BinomialLikelihood`.
+        nugget_prior: Prior of :math:`s^2`.
+        nugget_constraint: Its constraint (default: greater than 1e-4, from 0.5).
+        batch_shape: The batch shape ``b`` of the nugget.
+
+    Example:
+        >>> likelihood = OverdispersedBinomialLikelihood(total_count=10)
+        >>> likelihood.nugget = 1.0
+        >>> likelihood(torch.zeros(1)).variance.detach()  # that of binomial counts is 2.5
+        tensor([6.4041])
+    """
+
+    def __init__(
+        self,
+        total_count: int | Tensor | None = None,
+        nugget_prior: Prior | None = None,
+        nugget_constraint: Interval | None = None,
+        batch_shape: torch.Size = _NO_BATCH,
+    ) -> None:
+        super().__init__(total_count)
+        self.batch_shape = torch.Size(batch_shape)
+        self.raw_nugget = torch.nn.Parameter(torch.zeros(*batch_shape, 1))
+        constraint = GreaterThan(1e-4, initial_value=0.5)
+        self.register_constraint("raw_nugget", nugget_constraint or constraint)
+        if nugget_prior is not None:
+            self.register_prior(
+                "nugget_prior", nugget_prior, lambda m: m.nugget, lambda m, v: m._set_nugget(v)
+            )
+
+    @property
+    def nugget(self) -> Tensor:
+        """The variance :math:`s^2` of the log odds around the latent function, ``(b) x 1``."""
+        return self.raw_nugget_constraint.transform(self.raw_nugget)
+
+    @nugget.setter
+    def nugget(self, value: float | Tensor) -> None:
+        self._set_nugget(value)
+
+    def _set_nugget(self, value: float | Tensor) -> None:
+        value = torch.as_tensor(value, dtype=self.raw_nugget.dtype, device=self.raw_nugget.device)
+        self.initialize(raw_nugget=self.raw_nugget_constraint.inverse_transform(value))
+
+    @property
+    def conditional(self) -> BinomialLikelihood:
+        """The likelihood given the log odds themselves: binomial, with the same totals."""
+        likelihood = BinomialLikelihood()
+        likelihood.total_count = self.total_count
+        return likelihood
+
+    def forward(  # type: ignore[override]
+        self,
+        function_samples: Tensor,
+        *args: Any,
+        total_count: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> LogitNormalBinomial:
+        """The distribution of the counts given latent values ``... x n``."""
+        totals = self._totals(function_samples, total_count)
+        return LogitNormalBinomial(totals, function_samples, self.nugget)
+
+    def log_marginal(
+        self,
+        observations: Tensor,
+        function_dist: MultivariateNormal,
+        *args: Any,
+        total_count: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        r""":math:`\log \mathbb E_{q(f)}[p(y \mid f)]`, ``... x n``: the two normals add up."""
+        totals = self._totals(function_dist.mean, total_count)
+        variance = function_dist.variance + self.nugget
+        return log_prob_and_slope(observations, totals, function_dist.mean, variance)[0]
 
 
 class OrdinalLikelihood(_QuadratureLikelihood):

@@ -33,12 +33,13 @@ from gpytorch.means import ConstantMean, Mean
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ApproximateGP
 from gpytorch.settings import min_fixed_noise
-from linear_operator.operators import BlockDiagLinearOperator
+from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.dual.sites import has_closed_form, has_one_latent, is_conjugate
 from seqgp.fit import fit
+from seqgp.likelihoods import OverdispersedBinomialLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.observations import arguments_held_by
 from seqgp.posteriors import ObservationPosterior
@@ -324,8 +325,11 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         with gpt_posterior_settings():
             f = self(X)
             noisy = observation_noise is not False
-            if noisy and is_conjugate(self.likelihood):
-                f = self.likelihood(f, **self._noise_at(f, observation_noise))
+            likelihood = self.likelihood
+            if noisy and is_conjugate(likelihood):
+                f = likelihood(f, **self._noise_at(f, observation_noise))
+            elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
+                f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
         if noisy and not is_conjugate(self.likelihood):
@@ -335,7 +339,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                     f"{type(self.likelihood).__name__}; pass True."
                 )
             posterior = ObservationPosterior(
-                latent, self.likelihood, arguments, not has_one_latent(self.likelihood)
+                latent, likelihood, arguments, not has_one_latent(likelihood)
             )
         if hasattr(self, "outcome_transform"):
             posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
@@ -620,6 +624,12 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.memory_weights = fn(self.memory_weights)
         self.likelihood_arguments = {k: fn(v) for k, v in self.likelihood_arguments.items()}
         return super()._apply(fn, *args, **kwargs)
+
+
+def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:
+    """The distribution of ``f`` plus independent noise of a variance that broadcasts to it."""
+    mean, covariance = f.mean, f.lazy_covariance_matrix
+    return MultivariateNormal(mean, covariance + DiagLinearOperator(nugget.expand(mean.shape)))
 
 
 def _choose_inducing_points(

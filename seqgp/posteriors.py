@@ -32,7 +32,9 @@ from torch.distributions import (
     StudentT,
 )
 
+from seqgp.distributions import LogitNormalBinomial
 from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples
+from seqgp.likelihoods import OverdispersedBinomialLikelihood
 
 #: Nodes for the moments of observations; GPyTorch's own 20 are few for heavy right tails.
 NUM_NODES = 64
@@ -42,7 +44,8 @@ class ObservationPosterior(Posterior):
     """The distribution of observations at ``q`` inputs, given by latent Gaussians and a likelihood.
 
     Args:
-        latent: ``q(f)``, a posterior over ``... x q x l`` latent values.
+        latent: ``q(f)``, a posterior over ``... x q x l`` latent values. If the likelihood is an
+            `OverdispersedBinomialLikelihood`, the nugget is part of it.
         likelihood: The likelihood.
         arguments: Per-point arguments of the likelihood, ``... x q``.
         several_latents: Whether there is one observation per input of all ``l`` latents together,
@@ -173,6 +176,8 @@ class ObservationPosterior(Posterior):
         if isinstance(self.likelihood, BernoulliLikelihood):
             # Not through `forward`: it makes a tensor on the default device.
             return Bernoulli(torch.special.ndtr(f.mT))
+        if isinstance(self.likelihood, OverdispersedBinomialLikelihood):
+            return self.likelihood.conditional.forward(f.mT, **self.arguments)
         if not self.several_latents:
             return self.likelihood.forward(f.mT, **self.arguments)
         if isinstance(self.likelihood, SoftmaxLikelihood):
@@ -221,8 +226,37 @@ def _categorical_quantile(distribution: Categorical, u: Tensor) -> Tensor:
 
 
 @quantile.register(Binomial)
+def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
+    r"""By the recurrence :math:`p_{k+1} = p_k \, \frac{N - k}{k + 1} \, e^f`.
+
+    It counts the rarer of successes and failures, so that :math:`p_0 \ge 2^{-N}`.
+    """
+    total = distribution.total_count
+    most = int(total.max()) if total.numel() else 0
+    if most > 1000:
+        return _count_quantile(distribution, u)
+    with torch.no_grad():
+        u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
+        logits, N = distribution.logits.double(), total.double()
+        flip = (logits > 0).expand(u.shape)
+        odds = (-logits.abs()).exp()
+        p = (-N * torch.log1p(odds)).exp().expand(u.shape)
+        level = torch.where(flip, 1 - u.double(), u.double())
+        cumulative, below = torch.zeros_like(p), torch.zeros_like(p)
+        for k in range(most):
+            cumulative = cumulative + p
+            # The least k with P(K <= k) >= u; from the other side, the largest.
+            below = below + torch.where(flip, cumulative <= level, cumulative < level)
+            if k % 16 == 15 and not bool((cumulative < level).any()):
+                break
+            p = p * ((N - k) / (k + 1) * odds)
+        below = torch.minimum(below, N)
+        return torch.where(flip, N - below, below).to(u)
+
+
 @quantile.register(NegativeBinomial)
 @quantile.register(Poisson)
+@quantile.register(LogitNormalBinomial)
 def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
     """Add up probabilities, a block of counts at a time, until every ``u`` is passed."""
     with torch.no_grad():
@@ -238,7 +272,7 @@ def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
             total, start = cumulative[-1], start + block
             if bool(((total >= u) | (start > limit)).all()):
                 break
-        if isinstance(distribution, Binomial):
+        if isinstance(distribution, Binomial | LogitNormalBinomial):
             below = torch.minimum(below, distribution.total_count.to(below))
         return below
 
@@ -252,6 +286,10 @@ def _unchecked_log_prob(distribution: Distribution, counts: Tensor) -> Tensor:
             torch.minimum(counts, total)
         )
         return torch.where(inside, log_prob, -torch.inf)
+    if isinstance(distribution, LogitNormalBinomial):
+        total = distribution.total_count
+        log_prob = distribution.log_prob(torch.minimum(counts, total))
+        return torch.where(counts <= total, log_prob, -torch.inf)
     return distribution.log_prob(counts)
 
 

@@ -16,7 +16,12 @@ from gpytorch.models import ApproximateGP
 from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, DualVariationalStrategy, OrdinalLikelihood
+from seqgp import (
+    BinomialLikelihood,
+    DualVariationalStrategy,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 from seqgp.dual import Convergence, expected_log_prob
 
 EMPTY = torch.Size()
@@ -134,6 +139,10 @@ CASES = {
     "negative_binomial": Case(gl.NegativeBinomialLikelihood),
     "binomial": Case(
         BinomialLikelihood, arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4}
+    ),
+    "overdispersed_binomial": Case(
+        OverdispersedBinomialLikelihood,
+        arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4},
     ),
     "ordinal": Case(lambda: OrdinalLikelihood(4)),
     "softmax": Case(softmax, num_latents=3),

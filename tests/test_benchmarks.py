@@ -257,3 +257,21 @@ def test_data_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert data.find("toy.csv") == tmp_path / "toy.csv"
     with pytest.raises(FileNotFoundError, match="SEQGP_DATA"):
         data.find("there-is-no-such-file")
+
+
+def test_hotspots_compares_like_with_like(tmp_path: Path) -> None:
+    """All ways start from the same sites; those with the same model from the same scores."""
+    printed = command("hotspots", "--quick", "--out", str(tmp_path))
+    assert "| paper mode" in printed
+    assert "times as long" in printed
+    assert (tmp_path / "hotspots.png").stat().st_size > 10_000
+    units = json.loads((tmp_path / "hotspots-quick.json").read_text())["units"]
+    for way in ("ours", "random", "paper", "ovc", "entropy", "binomial"):
+        unit = units[f"{way}/seed0"]
+        assert len(unit["chosen"]) == len(set(unit["chosen"])) == 3
+        assert all(np.isfinite(unit[key]).all() for key in ("mse", "accuracy", "step_seconds"))
+        assert len(unit["mse"]) == 4
+    for ways in (("ours", "random", "entropy"), ("paper", "ovc", "binomial")):
+        assert len({units[f"{way}/seed0"]["mse"][0] for way in ways}) == 1
+    reference = units["reference/seed0"]
+    assert reference["joint_cpu_seconds"] > 10 * reference["marginals_cpu_seconds"]

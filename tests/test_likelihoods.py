@@ -11,6 +11,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from gpytorch.constraints import GreaterThan, Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
@@ -21,7 +22,13 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import seqgp.likelihoods
-from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
+from seqgp import DualELBO, SequentialGP
+from seqgp.dual.sites import expectations
+from seqgp.likelihoods import (
+    BinomialLikelihood,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 
 LINKS = ["logit", "probit"]
 NOISE = {"logit": stats.logistic, "probit": stats.norm}
@@ -537,3 +544,124 @@ def test_examples() -> None:
     results = doctest.testmod(seqgp.likelihoods)
     assert results.attempted >= 5
     assert results.failed == 0
+
+
+# -------------------------------------------------------------------- overdispersed counts
+
+
+def overdispersed(nugget: float = 0.6, total_count: int | None = 12) -> Likelihood:
+    likelihood = OverdispersedBinomialLikelihood(total_count)
+    likelihood.nugget = nugget
+    return likelihood
+
+
+@pytest.mark.parametrize("y", [0, 5, 12])
+def test_overdispersed_integrals_are_sums_on_a_grid(y: int, float64: None) -> None:
+    """Both as double ones, by the trapezoidal rule: over the latent function and the scatter."""
+    likelihood, z = overdispersed(), np.linspace(-9, 9, 721)
+    weights = stats.norm.pdf(z) * (z[1] - z[0])
+
+    def pmf(f: np.ndarray, variance: float) -> np.ndarray:
+        h = np.asarray(f)[..., None] + math.sqrt(variance) * z
+        return stats.binom.pmf(y, 12, 1 / (1 + np.exp(-h))) @ weights
+
+    for m, v in MOMENTS[:3]:
+        q, target = normal(torch.tensor([m]), torch.tensor([v])), torch.tensor([float(y)])
+        expected = np.log(pmf(m + math.sqrt(v) * z, 0.6)) @ weights
+        assert likelihood.expected_log_prob(target, q).item() == pytest.approx(expected, abs=1e-6)
+        expected = math.log(pmf(np.array(m), v + 0.6))
+        assert likelihood.log_marginal(target, q).item() == pytest.approx(expected, abs=1e-6)
+        by_nodes = likelihood._log_mean_exp(likelihood._log_probs(target, q)).item()
+        assert by_nodes == pytest.approx(expected, abs=1e-4)
+
+
+def test_overdispersed_expectations_are_derivatives(float64: None) -> None:
+    """The rule for sites, against automatic differentiation of the expected log probability."""
+    likelihood = overdispersed()
+    y = torch.tensor([0.0, 3.0, 12.0])
+    mean = torch.tensor([-2.0, 0.3, 1.0], requires_grad=True)
+    variance = torch.tensor([0.5, 1.0, 0.1], requires_grad=True)
+    value = likelihood.expected_log_prob(y, normal(mean, variance))
+    d_mean, d_variance = torch.autograd.grad(value.sum(), (mean, variance))
+    log_prob, alpha, beta = expectations(likelihood, y, mean, variance)
+    torch.testing.assert_close(log_prob, value, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(alpha, d_mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(beta, -2 * d_variance, rtol=1e-7, atol=1e-8)
+    assert (beta > 0).all()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_binomial_expectations_are_derivatives(link: str, float64: None) -> None:
+    likelihood = BinomialLikelihood(total_count=12, link=link)
+    y = torch.tensor([0.0, 3.0, 12.0])
+    mean = torch.tensor([-2.0, 0.3, 1.0], requires_grad=True)
+    variance = torch.tensor([0.5, 1.0, 0.1], requires_grad=True)
+    value = likelihood.expected_log_prob(y, normal(mean, variance))
+    d_mean, d_variance = torch.autograd.grad(value.sum(), (mean, variance))
+    log_prob, alpha, beta = expectations(likelihood, y, mean, variance)
+    torch.testing.assert_close(log_prob, value, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alpha, d_mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(beta, -2 * d_variance, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overdispersed_gradcheck(method: str, float64: None) -> None:
+    """In the moments and in the nugget, up to the error of the inner quadrature."""
+    module = Call(overdispersed(total_count=3), method)
+    y = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    parameters = dict(module.named_parameters())
+
+    def function(mean: Tensor, variance: Tensor, *values: Tensor) -> Tensor:
+        state = dict(zip(parameters, values, strict=True))
+        return torch.func.functional_call(module, state, (y, normal(mean, variance)))
+
+    mean = torch.tensor([-0.5, 3.0, 0.2, -2.0], requires_grad=True)
+    variance = torch.tensor([0.3, 1.0, 0.4, 0.5], requires_grad=True)
+    inputs = (mean, variance, *(p.detach().clone().requires_grad_() for p in parameters.values()))
+    assert torch.autograd.gradcheck(function, inputs, atol=1e-4)
+
+
+def test_little_scatter_is_binomial(float64: None) -> None:
+    likelihood, binomial = overdispersed(1.1e-4), BinomialLikelihood(12)
+    q = normal(torch.tensor([-1.0, 0.5]), torch.tensor([0.5, 1.0]))
+    y = torch.tensor([2.0, 9.0])
+    for method in METHODS:
+        actual, expected = getattr(likelihood, method)(y, q), getattr(binomial, method)(y, q)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
+
+
+def test_the_nugget_is_a_parameter() -> None:
+    likelihood = OverdispersedBinomialLikelihood(5, nugget_prior=GammaPrior(2.0, 2.0))
+    assert likelihood.nugget.item() == pytest.approx(0.5)
+    likelihood.nugget = 1.5
+    assert likelihood.nugget.item() == pytest.approx(1.5)
+    assert len(list(likelihood.named_priors())) == 1
+    copied = copy.deepcopy(likelihood)
+    copied.load_state_dict(OverdispersedBinomialLikelihood(5).state_dict(), strict=False)
+    assert copied.nugget.item() == pytest.approx(0.5)
+    assert likelihood.conditional.total_count == 5
+    assert type(likelihood.conditional) is BinomialLikelihood
+    batch = OverdispersedBinomialLikelihood(5, batch_shape=torch.Size([2]))
+    batch.nugget = torch.tensor([[0.2], [2.0]])
+    log_prob = batch(torch.zeros(2, 3)).log_prob(torch.tensor(0.0))
+    assert (log_prob[1] > log_prob[0]).all()
+    with pytest.raises(ValueError, match="total_count"):
+        OverdispersedBinomialLikelihood()(torch.zeros(2))
+
+
+def test_the_nugget_is_learnt() -> None:
+    """Counts that scatter, and counts that do not, around the same function."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(150, 1, generator=generator, dtype=torch.float64)
+    f = 2 * torch.sin(5 * X) - 1
+    found = []
+    for scatter in (0.0, 1.0):
+        h = f + scatter * torch.randn(150, 1, generator=generator, dtype=torch.float64)
+        Y = torch.binomial(torch.full_like(h, 60.0), h.sigmoid(), generator=generator)
+        model = SequentialGP(
+            X, Y, likelihood=OverdispersedBinomialLikelihood(60), inducing_points=20
+        )
+        fit_gpytorch_mll(DualELBO(model.likelihood, model))
+        found.append(model.likelihood.nugget.item())
+    assert found[0] < 0.05
+    assert 0.6 < found[1] < 1.5

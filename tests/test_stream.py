@@ -19,7 +19,12 @@ from gpytorch.likelihoods import (
 )
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, DualELBO, SequentialGP
+from seqgp import (
+    BinomialLikelihood,
+    DualELBO,
+    OverdispersedBinomialLikelihood,
+    SequentialGP,
+)
 from seqgp.memory import MemoryOptions
 from seqgp.stream import UpdateRecord
 from tests.helpers import make_kernel, make_mean
@@ -40,6 +45,7 @@ CASES: dict[str, Callable[[], Likelihood]] = {
     "bernoulli": BernoulliLikelihood,
     "poisson": PoissonLikelihood,
     "binomial": BinomialLikelihood,
+    "overdispersed_binomial": OverdispersedBinomialLikelihood,
     "softmax": lambda: SoftmaxLikelihood(num_classes=3, mixing_weights=False),
 }
 
@@ -57,7 +63,7 @@ def make_data(name: str, n: int = 30) -> tuple[Tensor, Tensor, dict[str, Any]]:
     if name == "softmax":
         return X, (f + noise).round().clamp(0, 2), arguments
     counts = torch.poisson((f + 1.5).clamp_min(0.1), generator=generator)
-    if name == "binomial":
+    if name.endswith("binomial"):
         arguments["total_count"] = (counts.squeeze(-1) + torch.arange(n) % 4).clamp_min(1)
     return X, counts, arguments
 

@@ -1,4 +1,4 @@
-"""The demo, for real but short."""
+"""The tutorials, for real but short."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where the demo was run, and what it printed."""
-    directory = tmp_path_factory.mktemp("demo")
+def run(name: str, directory: Path) -> tuple[Path, str]:
+    """Run a tutorial in its short mode."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-m", "tutorials.stream"],
+        [sys.executable, "-W", "error::UserWarning", "-m", f"tutorials.{name}"],
         cwd=directory,
         env={**os.environ, "SEQGP_SMOKE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -27,6 +25,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     assert done.returncode == 0, done.stderr
     return directory, done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the tutorial on streams was run, and what it printed."""
+    return run("stream", tmp_path_factory.mktemp("stream"))
+
+
+@pytest.fixture(scope="module")
+def hotspots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same of the tutorial on hotspots."""
+    return run("hotspots", tmp_path_factory.mktemp("hotspots"))
 
 
 def test_figure_is_not_blank(demo: tuple[Path, str]) -> None:
@@ -75,3 +85,61 @@ def test_failures(tmp_path: Path) -> None:
             column * width // 3 : (column + 1) * width // 3,
         ]
         assert panel.std() > 0.05
+
+
+#: Rows and columns of panels in each figure of the tutorial on hotspots.
+PANELS = {
+    "hotspots": (1, 1),
+    "hotspots-first": (1, 3),
+    "hotspots-next": (1, 2),
+    "hotspots-maps": (2, 4),
+    "hotspots-curves": (1, 3),
+    "hotspots-memory": (1, 1),
+}
+
+
+@pytest.mark.parametrize("name", list(PANELS))
+def test_hotspot_figures_are_not_blank(name: str, hotspots: tuple[Path, str]) -> None:
+    image = matplotlib.image.imread(hotspots[0] / "figures" / f"{name}.png")[..., :3]
+    rows, columns = PANELS[name]
+    height, width = image.shape[0] // rows, image.shape[1] // columns
+    assert image.shape[1] >= 700
+    for row in range(rows):
+        for column in range(columns):
+            panel = image[row * height : (row + 1) * height, column * width : (column + 1) * width]
+            assert (panel.min(-1) < 0.9).mean() > 0.01
+            assert panel.std() > 0.04
+
+
+def test_hotspot_table(hotspots: tuple[Path, str]) -> None:
+    """Accuracy, sensitivity and MSE of both ways, at several stages, starting alike."""
+    rows = [line.split() for line in hotspots[1].splitlines() if line.strip()[:1].isdigit()]
+    table = [list(map(float, row)) for row in rows if len(row) == 7]
+    assert [row[0] for row in table] == [0, 2, 4, 6, 8]
+    assert table[0][1::2] == table[0][2::2]
+    for row in table:
+        assert all(0 <= value <= 1 for value in row[1:])
+        assert row[1] > 0.6
+    assert "28 of 33 surveys" in hotspots[1]
+
+
+def test_no_village_is_surveyed_twice() -> None:
+    """The loop itself: every step adds one more village."""
+    import torch
+
+    from seqgp.datasets import make_country
+    from tutorials.hotspots import SMOKE, learn, scores
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        country = make_country(80)
+        first = torch.arange(15)
+        plan = SMOKE._replace(steps=3, memory=20)
+        for active in (True, False):
+            states, model, _ = learn(country, country.scaled(first), first, plan, active)
+            assert [len(state.surveyed) for state in states] == [15, 16, 17, 18]
+            assert len(states[-1].surveyed.unique()) == 18
+            assert model.num_seen == 18
+            assert len(scores(country, states)["MSE"]) == 4
+    finally:
+        torch.set_default_dtype(torch.float32)

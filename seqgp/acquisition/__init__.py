@@ -8,6 +8,13 @@ from seqgp.acquisition.fantasies import (
     fantasy_outcome,
     valid_improvement,
 )
+from seqgp.acquisition.hotspots import (
+    Selection,
+    expected_reduction,
+    qExpectedUncertaintyReduction,
+    select_from_pool,
+)
+from seqgp.acquisition.uncertainty import exceedance, prevalence
 from seqgp.acquisition.validity import (
     LogValidExpectedImprovement,
     NoValidObservationWarning,
@@ -21,11 +28,17 @@ __all__ = [
     "FantasyBatch",
     "LogValidExpectedImprovement",
     "NoValidObservationWarning",
+    "Selection",
     "best_valid",
+    "exceedance",
+    "expected_reduction",
     "fantasy_batch",
     "fantasy_outcome",
     "log_validity",
+    "prevalence",
+    "qExpectedUncertaintyReduction",
     "qLogValidExpectedImprovement",
     "qNegIntegratedPosteriorVariance",
+    "select_from_pool",
     "valid_improvement",
 ]

@@ -16,6 +16,7 @@ from gpytorch.likelihoods import (
 )
 from torch import Tensor
 
+from seqgp.distributions import log_prob_and_slope
 from seqgp.dual.sites import (
     NUM_BASE_SAMPLES,
     base_samples,
@@ -23,6 +24,7 @@ from seqgp.dual.sites import (
     has_one_latent,
     observation_noise,
 )
+from seqgp.likelihoods import OverdispersedBinomialLikelihood
 
 #: More nodes than for expected log probabilities: densities are less smooth than their logarithms.
 NUM_NODES = 64
@@ -73,6 +75,19 @@ def _bernoulli(
     likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
     return torch.special.log_ndtr((2 * targets - 1) * mean / (1 + variance).sqrt())
+
+
+@log_predictive.register(OverdispersedBinomialLikelihood)
+def _overdispersed_binomial(
+    likelihood: OverdispersedBinomialLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    total_count: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    totals = likelihood._totals(mean, total_count)
+    return log_prob_and_slope(targets, totals, mean, variance + likelihood.nugget)[0]
 
 
 @lru_cache(maxsize=16)

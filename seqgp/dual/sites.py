@@ -40,7 +40,12 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
+from seqgp.distributions import log_prob_and_slope
+from seqgp.likelihoods import (
+    BinomialLikelihood,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 
 _LOG_CONCAVE = (
     BernoulliLikelihood,
@@ -285,6 +290,51 @@ def _poisson(
     slope = (rate - targets) * torch.expm1(-rate) / rate
     value, alpha, beta = _from_slopes(targets * log_rate - rate, slope, nodes, weights, spread)
     return Expectations(value - torch.lgamma(targets + 1), alpha, beta)
+
+
+@_rule(expectations, BinomialLikelihood)
+def _binomial(
+    likelihood: BinomialLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    total_count: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Expectations:
+    r""":math:`g(f) = y \log F(f) + (N - y) \log F(-f)` plus a constant.
+
+    Logit: :math:`g' = y - N F(f)`; probit: :math:`g' = y \phi/\Phi(f) - (N - y) \phi/\Phi(-f)`.
+    """
+    nodes, weights = _nodes(likelihood, targets, mean)
+    spread = (2 * _resolved(variance)).sqrt()
+    f, N = mean + spread * nodes, likelihood._totals(mean, total_count)
+    if likelihood.link == "logit":
+        value, slope = targets * f - N * torch.nn.functional.softplus(f), targets - N * f.sigmoid()
+    else:
+        right, left = torch.special.log_ndtr(f), torch.special.log_ndtr(-f)
+        value = targets * right + (N - targets) * left
+        slope = targets * _inverse_mills_ratio(f, right)
+        slope = slope - (N - targets) * _inverse_mills_ratio(-f, left)
+    value, alpha, beta = _from_slopes(value, slope, nodes, weights, spread)
+    log_choose = (N + 1).lgamma() - (targets + 1).lgamma() - (N - targets + 1).lgamma()
+    return Expectations(value + log_choose, alpha, beta)
+
+
+@_rule(expectations, OverdispersedBinomialLikelihood)
+def _overdispersed_binomial(
+    likelihood: OverdispersedBinomialLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    total_count: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Expectations:
+    """The slope of the log probability comes with it."""
+    nodes, weights = _nodes(likelihood, targets, mean)
+    spread = (2 * _resolved(variance)).sqrt()
+    N, f = likelihood._totals(mean, total_count), mean + spread * nodes
+    value, slope = log_prob_and_slope(targets, N, f, likelihood.nugget)
+    return _from_slopes(value, slope, nodes, weights, spread)
 
 
 def _from_slopes(

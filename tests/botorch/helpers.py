@@ -69,7 +69,7 @@ def data(name: str, n: int = 12, d: int = 2) -> Data:
 
 def totals(name: str, q: int) -> dict[str, Any]:
     """What a posterior over observations at ``q`` points needs to know."""
-    return CASES[name].arguments(q) if name == "binomial" else {}
+    return CASES[name].arguments(q) if name in ("binomial", "overdispersed_binomial") else {}
 
 
 def gaussian_likelihood(noise: float = 0.2, batch_shape: torch.Size = EMPTY) -> GaussianLikelihood:

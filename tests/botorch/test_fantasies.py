@@ -32,6 +32,7 @@ SUPPORT = {
     "poisson": constraints.nonnegative_integer,
     "negative_binomial": constraints.nonnegative_integer,
     "binomial": constraints.integer_interval(0, torch.tensor([2.0, 3.0, 4.0, 5.0])),
+    "overdispersed_binomial": constraints.integer_interval(0, torch.tensor([2.0, 3.0, 4.0, 5.0])),
     "ordinal": constraints.integer_interval(0, 3),
     "softmax": constraints.integer_interval(0, 2),
     "softmax_mixing": constraints.integer_interval(0, 2),

@@ -34,7 +34,15 @@ from tests.helpers import (
 pytestmark = pytest.mark.usefixtures("float64")
 
 LENGTHSCALES, CONSTANTS = [0.3, 0.5, 0.8], [-0.2, 0.1, 0.4]
-NAMES = ["gaussian", "fixed_noise", "bernoulli", "poisson", "binomial", "ordinal"]
+NAMES = [
+    "gaussian",
+    "fixed_noise",
+    "bernoulli",
+    "poisson",
+    "binomial",
+    "overdispersed_binomial",
+    "ordinal",
+]
 each = pytest.mark.parametrize("name", NAMES)
 
 
@@ -80,7 +88,7 @@ def three(name: str, **kwargs: Any) -> tuple[SequentialGP, list[SequentialGP]]:
 
 
 def totals(name: str, q: int) -> dict[str, Any]:
-    return CASES[name].arguments(q) if name == "binomial" else {}
+    return CASES[name].arguments(q) if name.endswith("binomial") else {}
 
 
 def assert_columns(joint: Any, singles: list[Any], tol: float = 1e-6) -> None:

@@ -1,0 +1,692 @@
+r"""Where to look next: the observation that is expected to reduce uncertainty the most.
+
+With an uncertainty :math:`u(m_a, v_a)` at each of a set of sites (`seqgp.acquisition.uncertainty`),
+the score of observing at :math:`x` is the expected reduction of its average,
+
+.. math::
+    \sum_a w_a \left( u(m_a, v_a) - E_{y | x} \, u(m'_a, v'_a) \right).
+
+Given an outcome :math:`y` with site :math:`(\lambda, \beta)`, and the posterior covariance
+:math:`c`, conditioning (`seqgp.dual.conditioning`) is elementwise arithmetic,
+
+.. math::
+    m'_a = m_a + c(a, x) \, g, \qquad v'_a = v_a - c(a, x)^2 \, \frac{\beta}{1 + \beta c(x, x)},
+
+so no joint sample over the sites is ever drawn: candidates x fantasies x sites numbers are
+computed in chunks. A nugget of the likelihood (`OverdispersedBinomialLikelihood`) belongs to the
+site: it is part of what is uncertain there, and of what an observation there reveals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from botorch.acquisition.acquisition import AcquisitionFunction
+from botorch.models.utils import gpt_posterior_settings
+from botorch.sampling.normal import SobolQMCNormalSampler
+from botorch.utils.transforms import concatenate_pending_points, t_batch_mode_transform
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
+from linear_operator import to_dense
+from torch import Tensor
+from torch.distributions import Bernoulli
+
+from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
+from seqgp.dual.conditioning import condition
+from seqgp.dual.natural_gradient import Evaluate
+from seqgp.dual.predictive import log_predictive
+from seqgp.dual.sites import (
+    expectations,
+    has_one_latent,
+    is_conjugate,
+    observation_noise,
+    precision_floor,
+)
+from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.linear_operators import PosteriorCovariance
+from seqgp.model import SequentialGP
+from seqgp.posteriors import quantile
+from seqgp.progress import progress_bar
+from seqgp.validation import check_inputs
+
+#: Elements of a block candidates x fantasies x sites.
+BLOCK_ELEMENTS = 2**17
+
+#: Elements of a block of covariances candidates x sites.
+COVARIANCE_ELEMENTS = 2**20
+
+#: Relative tolerance for the sites of fantasised observations at the candidates of a pool: far
+#: below what few fantasies leave open.
+TOLERANCE = 2e-3
+
+#: What candidates of a pool are scored in.
+PRECISION = torch.float32
+
+
+class Selection(NamedTuple):
+    """What `select_from_pool` chose.
+
+    Attributes:
+        chosen: ``q`` indices into the pool, in the order in which they were chosen.
+        scores: ``q x n`` expected reductions (per cost) for all of the pool when each was chosen;
+            ``-inf`` where it could not be.
+    """
+
+    chosen: Tensor
+    scores: Tensor
+
+
+class _Marginals(NamedTuple):
+    """The posterior at ``n`` candidates and at ``s`` sites, with batch shape ``b`` (or none)."""
+
+    mean: Tensor  # b x n
+    variance: Tensor  # b x n
+    prior_mean: Tensor  # n
+    site_mean: Tensor  # b x s
+    site_variance: Tensor  # b x s
+    cross: Callable[[slice], Tensor]  # of candidates: b x k x s
+
+
+class _LookAhead(NamedTuple):
+    """What ``f`` outcomes at ``n`` candidates do: ``m' = m + c gain``, ``v' = v - c^2 fall``.
+
+    Probabilities are relative, and differentiable even if the outcomes are not; ``None`` if all
+    are alike and move with the candidate.
+    """
+
+    gain: Tensor  # b x f x n
+    fall: Tensor  # b x f x n
+    probability: Tensor | None = None  # b x f x n
+
+    def at(self, part: slice, dtype: torch.dtype) -> _LookAhead:
+        """Of some candidates."""
+        gain, fall, p = self
+        p = p if p is None else p[..., part].to(dtype)
+        return _LookAhead(gain[..., part].to(dtype), fall[..., part].to(dtype), p)
+
+
+def expected_reduction(
+    model: SequentialGP,
+    X: Tensor,
+    sites: Tensor,
+    criterion: str | Sequence[str] = "threshold-entropy",
+    threshold: float | None = None,
+    weights: Tensor | None = None,
+    num_fantasies: int = 16,
+    seed: int = 0,
+    progress: bool = False,
+    **arguments: Any,
+) -> Tensor:
+    """The expected reduction of uncertainty at sites by one observation, for many candidates.
+
+    Without gradients and in single precision, from tables (`Uncertainty.fast`); for gradients, see
+    `qExpectedUncertaintyReduction`.
+
+    Args:
+        model: A model of one output and one latent function. If it is a fantasy model, the result
+            is the average over its batch.
+        X: ``n x d`` candidates.
+        sites: ``s x d`` sites whose uncertainty counts. If a candidate is one of them, it counts
+            what an observation there says about that very site.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
+        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
+        weights: ``s`` weights of the sites (population, say); by default ``1/s`` each.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
+        seed: Seed of the draws, which are the same for all candidates.
+        progress: Whether to show a progress bar.
+        arguments: Per-point arguments of the likelihood at the candidates (``total_count=``),
+            numbers or of shape ``n``.
+
+    Returns:
+        ``n`` scores.
+
+    Example:
+        >>> import torch
+        >>> from seqgp import OverdispersedBinomialLikelihood, SequentialGP
+        >>> X = torch.rand(30, 2, dtype=torch.double)
+        >>> Y = torch.binomial(torch.full((30, 1), 50.0).to(X), X.prod(-1, keepdim=True))
+        >>> model = SequentialGP(X, Y, likelihood=OverdispersedBinomialLikelihood(50))
+        >>> pool = torch.rand(100, 2, dtype=torch.double)
+        >>> expected_reduction(model, pool, pool, threshold=0.3).shape
+        torch.Size([100])
+    """
+    uncertainties, sites = _check(model, sites, criterion, threshold)
+    check_inputs(X, sites.shape[-1], "X")
+    weights = _weights(weights, sites)
+    if len(X) == 0:
+        return X.new_empty(0)
+    model.eval()
+    with torch.no_grad():
+        at = _marginals(model, X, sites)
+        ahead = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
+        nugget = nugget_of(model.likelihood)
+        return _score(uncertainties, at, ahead, X, sites, weights, nugget, progress)
+
+
+def _score(
+    uncertainties: Sequence[Uncertainty],
+    at: _Marginals,
+    ahead: _LookAhead,
+    X: Tensor,
+    sites: Tensor,
+    weights: Tensor,
+    nugget: Tensor | float = 0.0,
+    progress: bool = False,
+) -> Tensor:
+    """Expected reductions, ``n``, given what `_look_ahead` says; in blocks of bounded size."""
+    single = PRECISION
+    w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
+    now = torch.stack([(u.fast(m, v) @ w).mean() for u in uncertainties])
+    unit = now.reciprocal() if len(now) > 1 else torch.ones_like(now)
+    size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(sites)), 1)
+    wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
+    scores = X.new_empty(len(X))
+    with progress_bar(total=len(X), desc="score", unit=" sites", disable=not progress) as bar:
+        for first in range(0, len(X), wide):
+            chunk = slice(first, min(first + wide, len(X)))
+            c = _with_own(at.cross(chunk), X[chunk], sites, nugget).to(single)
+            for start in range(chunk.start, chunk.stop, size):
+                part = slice(start, min(start + size, chunk.stop))
+                c_part = c[..., part.start - first : part.stop - first, :]
+                here = ahead.at(part, single)
+                after = _average(uncertainties, m, v, c_part, here, w)
+                scores[part] = ((now.unsqueeze(-1) - after) * unit.unsqueeze(-1)).sum(0).to(scores)
+                bar.update(part.stop - part.start)
+    return scores
+
+
+def _average(
+    uncertainties: Sequence[Uncertainty],
+    m: Tensor,
+    v: Tensor,
+    c: Tensor,
+    ahead: _LookAhead,
+    weights: Tensor,
+) -> Tensor:
+    """Expected uncertainties of all kinds after observations at ``k`` candidates, ``kinds x k``.
+
+    One member of the batch at a time: blocks are ``k x fantasies x sites``.
+    """
+    batch = m.shape[:-1]
+    gain, fall, probability = ahead
+    if probability is None:
+        probability = torch.ones_like(gain)
+    tensors = ((m, 1), (v, 1), (c, 2), (gain, 2), (fall, 2), (probability, 2))
+    parts = [
+        tensor.expand(*batch, *tensor.shape[-kept:]).reshape(-1, *tensor.shape[-kept:])
+        for tensor, kept in tensors
+    ]
+    total = c.new_zeros(len(uncertainties), c.shape[-2])
+    tiny = torch.finfo(c.dtype).eps
+    for mean, variance, cross, g, r, p in zip(*parts, strict=True):
+        cross = cross.unsqueeze(-2)  # k x 1 x s
+        after = torch.addcmul(mean, g.mT.unsqueeze(-1), cross)
+        left = torch.addcmul(variance, r.mT.unsqueeze(-1), cross.square(), value=-1)
+        torch.maximum(left, tiny * variance, out=left)
+        for row, uncertainty in zip(total, uncertainties, strict=True):
+            row += (p.mT * (uncertainty.fast(after, left) @ weights)).sum(-1) / p.sum(0)
+    return total / max(len(parts[0]), 1)
+
+
+class qExpectedUncertaintyReduction(AcquisitionFunction):
+    r"""The expected reduction of uncertainty at sites, by observations anywhere in a box.
+
+    For a single point the outcomes are conditioned on in closed form, as in `expected_reduction`;
+    several points (and pending ones) are fantasised jointly. Differentiable: `optimize_acqf` runs
+    on it. The gradient of a single point is that of the expectation; that of several leaves out
+    that discrete outcomes become more or less probable when the points move.
+
+    Args:
+        model: A model of one output and one latent function.
+        sites: ``s x d`` sites whose uncertainty counts.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
+        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
+        weights: ``s`` weights of the sites; by default ``1/s`` each.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
+        seed: Seed of the draws.
+        X_pending: ``p x d`` points that will have been observed as well.
+        arguments: Per-point arguments of the likelihood at a candidate (``total_count=``), numbers.
+
+    Example:
+        >>> import torch
+        >>> from botorch.optim import optimize_acqf
+        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from seqgp import SequentialGP
+        >>> X = torch.rand(20, 2, dtype=torch.double)
+        >>> Y = (X.sum(-1, keepdim=True) > 1).to(X)
+        >>> model = SequentialGP(X, Y, likelihood=BernoulliLikelihood())
+        >>> grid = torch.rand(200, 2, dtype=torch.double)
+        >>> acqf = qExpectedUncertaintyReduction(model, grid, threshold=0.5)
+        >>> bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.double)
+        >>> best, _ = optimize_acqf(acqf, bounds, q=1, num_restarts=2, raw_samples=16)
+        >>> best.shape
+        torch.Size([1, 2])
+    """
+
+    model: SequentialGP
+    sites: Tensor
+    weights: Tensor
+
+    def __init__(
+        self,
+        model: SequentialGP,
+        sites: Tensor,
+        criterion: str | Sequence[str] = "threshold-entropy",
+        threshold: float | None = None,
+        weights: Tensor | None = None,
+        num_fantasies: int = 16,
+        seed: int = 0,
+        X_pending: Tensor | None = None,
+        **arguments: Any,
+    ) -> None:
+        uncertainties, sites = _check(model, sites, criterion, threshold)
+        super().__init__(model)
+        self.uncertainties = uncertainties
+        self.register_buffer("sites", sites)
+        self.register_buffer("weights", _weights(weights, sites))
+        self.num_fantasies, self.seed, self.arguments = num_fantasies, seed, arguments
+        self.sampler = SobolQMCNormalSampler(torch.Size([num_fantasies]), seed=seed)
+        self.set_X_pending(X_pending)
+
+    @concatenate_pending_points
+    @t_batch_mode_transform()  # type: ignore[arg-type]
+    def forward(self, X: Tensor) -> Tensor:
+        """The value at ``b x q x d`` candidates, of shape ``b``."""
+        look = self._one if X.shape[-2] == 1 else self._several
+        total = X.new_zeros(X.shape[:-2])
+        for now, after in look(X):
+            unit = now if len(self.uncertainties) > 1 else 1.0
+            total = total + (now - after) / unit
+        return total
+
+    def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Uncertainties of all kinds now, and after an observation at ``b x 1 x d`` points."""
+        nugget = nugget_of(self.model.likelihood)
+        flat = X.reshape(-1, X.shape[-1])
+        at = _marginals(self.model, flat, self.sites)
+        gain, fall, probability = _look_ahead(
+            self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
+        )
+        if probability is None:
+            probability = torch.ones_like(gain)
+        c = _with_own(at.cross(slice(None)), flat, self.sites, nugget).unsqueeze(-3)
+        start = (at.site_variance + nugget).unsqueeze(-2).unsqueeze(-2)
+        mean = at.site_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
+        variance = start - fall.unsqueeze(-1) * c.square()
+        variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
+        for uncertainty in self.uncertainties:
+            now = uncertainty(at.site_mean, at.site_variance + nugget) @ self.weights
+            values = uncertainty(mean, variance) @ self.weights  # ... x f x n
+            after = (probability * values).sum(-2) / probability.sum(-2)
+            yield now.mean(), after.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
+
+    def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same after observations at ``b x q x d`` points."""
+        nugget = nugget_of(self.model.likelihood)
+        fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
+        sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
+        posteriors: tuple[Any, Any] = self.model.posterior(self.sites), fantasies.posterior(sites)
+        marginals = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
+        for uncertainty in self.uncertainties:
+            now, after = (uncertainty(*marginal) @ self.weights for marginal in marginals)
+            yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
+
+
+def select_from_pool(
+    model: SequentialGP,
+    pool: Tensor,
+    q: int = 1,
+    criterion: str | Sequence[str] = "threshold-entropy",
+    threshold: float | None = None,
+    surveyed: Tensor | None = None,
+    available: Tensor | None = None,
+    costs: Tensor | None = None,
+    weights: Tensor | None = None,
+    num_fantasies: int = 16,
+    num_batch_fantasies: int = 8,
+    seed: int = 0,
+    progress: bool = False,
+    **arguments: Any,
+) -> Selection:
+    """The sites of a pool to observe next, those whose outcomes reduce uncertainty the most.
+
+    One after the other: each site is chosen given fantasised outcomes at those before it, so that
+    a batch does not ask the same question twice.
+
+    Args:
+        model: A model of one output and one latent function.
+        pool: ``n x d`` sites.
+        q: How many to choose.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
+            up are relative reductions, each divided by the present uncertainty of its kind.
+        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
+        surveyed: ``n`` booleans, or indices: sites that have been observed. They are not chosen,
+            and their uncertainty no longer counts.
+        available: ``n`` booleans: sites that may be chosen. The uncertainty of the others counts.
+        costs: ``n`` positive costs; what is maximised is the reduction per cost.
+        weights: ``n`` weights of the sites; by default all alike.
+        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
+            of them count with their probabilities.
+        num_batch_fantasies: Joint outcomes that are drawn for those already in the batch.
+        seed: Seed of the draws.
+        progress: Whether to show a progress bar.
+        arguments: Per-point arguments of the likelihood (``total_count=``), numbers or ``n``.
+
+    Example:
+        >>> import torch
+        >>> from seqgp import BinomialLikelihood, SequentialGP
+        >>> pool = torch.rand(60, 2, dtype=torch.double)
+        >>> Y = torch.full((10, 1), 3.0, dtype=torch.double)
+        >>> model = SequentialGP(pool[:10], Y, likelihood=BinomialLikelihood(20))
+        >>> seen = torch.arange(10)
+        >>> chosen = select_from_pool(model, pool, q=2, threshold=0.2, surveyed=seen).chosen
+        >>> bool((chosen >= 10).all()), len(chosen)
+        (True, 2)
+    """
+    _, pool = _check(model, pool, criterion, threshold, "pool")
+    n = len(pool)
+    counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
+    open_ = counts & _mask(available, n, pool.device, "available", True)
+    if q < 1 or int(open_.sum()) < q:
+        raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
+    if costs is not None and (costs.shape != (n,) or not bool((costs > 0).all())):
+        raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
+    weights = _weights(weights, pool)
+    chosen: list[int] = []
+    rows = []
+    while True:
+        conditioned = model
+        if chosen:
+            sampler = SobolQMCNormalSampler(torch.Size([num_batch_fantasies]), seed=seed + 1)
+            index = torch.tensor(chosen, device=pool.device)
+            with torch.no_grad():
+                conditioned = model.fantasize(pool[index], sampler, **_at(arguments, index, n))
+        candidates, kept = open_.nonzero().squeeze(-1), counts.nonzero().squeeze(-1)
+        scores = torch.full((n,), -torch.inf, dtype=pool.dtype, device=pool.device)
+        scores[candidates] = expected_reduction(
+            conditioned,
+            pool[candidates],
+            pool[kept],
+            criterion,
+            threshold,
+            weights[kept],
+            num_fantasies,
+            seed,
+            progress,
+            **_at(arguments, candidates, n),
+        )
+        if costs is not None:
+            scores = scores / costs.to(scores)
+        rows.append(scores)
+        chosen.append(int(scores.argmax()))
+        if len(chosen) == q:
+            return Selection(torch.tensor(chosen, device=pool.device), torch.stack(rows))
+        open_[chosen[-1]] = counts[chosen[-1]] = False
+
+
+# -------------------------------------------------------------------- the look-ahead
+
+
+def _marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> _Marginals:
+    """Means, variances and, chunk by chunk, covariances of candidates ``n x d`` and sites."""
+    n = X.shape[-2]
+    inputs = model.transform_inputs(torch.cat([X, sites]))
+    with gpt_posterior_settings():
+        f = model.eval()(inputs)
+    covariance = f.lazy_covariance_matrix
+    assert isinstance(covariance, PosteriorCovariance)
+    variance = covariance.diagonal(dim1=-1, dim2=-2)
+    variance = variance.clamp_min(torch.finfo(variance.dtype).eps)
+
+    def cross(chunk: slice) -> Tensor:
+        start, stop, _ = chunk.indices(n)
+        prior = to_dense(covariance.prior[..., start:stop, n:])
+        explained = covariance.A[..., start:stop].mT @ covariance.explained[..., n:]
+        reduction = covariance.reduction
+        own = (covariance.sign * reduction[..., start:stop]).mT @ reduction[..., n:]
+        return prior - explained - own
+
+    return _Marginals(
+        f.mean[..., :n],
+        variance[..., :n],
+        model.mean_module(inputs)[..., :n],
+        f.mean[..., n:],
+        variance[..., n:],
+        cross,
+    )
+
+
+def _look_ahead(
+    likelihood: Likelihood, at: _Marginals, num_fantasies: int, seed: int, arguments: dict[str, Any]
+) -> _LookAhead:
+    """Outcomes at the candidates, and what each of them does.
+
+    With a nugget the observation is one of the latent function plus the nugget, whose variance is
+    larger and whose covariance with all other sites is the same.
+    """
+    n = at.mean.shape[-1]
+    variance = at.variance + nugget_of(likelihood)
+    if isinstance(likelihood, OverdispersedBinomialLikelihood):
+        likelihood = likelihood.conditional
+    mean, variance = at.mean.unsqueeze(-2), variance.unsqueeze(-2)  # b x 1 x n
+    Y, probability = _outcomes(likelihood, mean, variance, num_fantasies, seed, arguments)
+    if is_conjugate(likelihood):
+        total = variance + _noise(likelihood, n, arguments).detach()
+        gain = (Y - mean) / total
+        return _LookAhead(gain, total.reciprocal().expand_as(gain))
+    arguments = {
+        key: value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in arguments.items()
+    }
+    targets = Y.unsqueeze(-1)
+
+    def evaluate(m: Tensor, v: Tensor) -> Any:
+        return expectations(likelihood, targets, m, v, **arguments)
+
+    if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
+        targets = targets.to(PRECISION)
+        m, v = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
+        return _LookAhead(*_condition_each(m, v, evaluate), probability)
+    conditioned, _ = condition(
+        mean.expand_as(Y).unsqueeze(-1),
+        variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),
+        at.prior_mean.expand_as(Y).unsqueeze(-1),
+        evaluate,
+        min_precision=precision_floor(likelihood),
+        tol=1e-6,
+    )
+    fall = (conditioned.sign * conditioned.root.square()).sum((-2, -1))
+    return _LookAhead(conditioned.gain.squeeze(-1), fall, probability)
+
+
+def _outcomes(
+    likelihood: Likelihood,
+    mean: Tensor,
+    variance: Tensor,
+    number: int,
+    seed: int,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    r"""Outcomes ``b x f x n`` and their relative probabilities.
+
+    If there are no more than ``number`` possible ones, all of them. Otherwise as many are drawn.
+    Those of a Gaussian likelihood move with the candidate. Discrete ones do not, but become more
+    or less probable: their weights are one, with the gradient of their predictive probability, so
+    that :math:`\nabla E[u] = E[\nabla u + (u - E[u]) \nabla \log p(y)]`.
+    """
+    most = _largest_outcome(likelihood, arguments)
+    if most is not None and most < number:
+        shape = torch.broadcast_shapes(mean.shape, (most + 1, 1))
+        steps = torch.arange(most + 1, dtype=mean.dtype, device=mean.device).unsqueeze(-1)
+        Y = steps.expand(shape)
+        possible = None
+        if isinstance(likelihood, BinomialLikelihood):
+            totals = likelihood._totals(mean, arguments.get("total_count"))
+            Y, possible = torch.minimum(Y, totals), totals >= steps
+        p = log_predictive(likelihood, Y, mean, variance, **arguments).exp()
+        return Y, p if possible is None else p * possible
+    Y = _draw(likelihood, mean, variance, number, seed, arguments)
+    if is_conjugate(likelihood) or not torch.is_grad_enabled():
+        return Y, None
+    density = log_predictive(likelihood, Y, mean, variance, **arguments)
+    return Y, (density - density.detach()).exp()
+
+
+def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
+    """The largest possible count, or none."""
+    if isinstance(likelihood, BernoulliLikelihood):
+        return 1
+    if isinstance(likelihood, BinomialLikelihood):
+        totals = arguments.get("total_count", likelihood.total_count)
+        if totals is not None:
+            return int(totals.max() if isinstance(totals, Tensor) else totals)
+    return None
+
+
+def _condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
+    r"""Gains and falls of many single observations, ``... x n x 1`` each, of the shape ``... x n``.
+
+    What `condition` does, for ``q = 1`` and log-concave likelihoods: with :math:`C` the variance,
+    :math:`r = \lambda - \beta (m - \mu)`, :math:`m' = m + C r / (1 + \beta C)` and
+    :math:`v' = C / (1 + \beta C)`, iterate :math:`r \leftarrow \alpha + \beta (m' - m)` and
+    :math:`\beta`, with :math:`\alpha` and :math:`\beta` taken at :math:`(m', v')`.
+    """
+    _, r, beta = evaluate(mean, variance)
+    beta = beta.clamp_min(0)
+    for step in range(50):
+        shrink = 1 / (1 + beta * variance)
+        shift = variance * r * shrink
+        _, alpha, new = evaluate(mean + shift, variance * shrink)
+        new = new.clamp_min(0)
+        rho = 1.0 if step < 10 else 0.5  # where the iteration goes back and forth
+        dr, dbeta = alpha + new * shift - r, new - beta
+        scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
+        error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
+        r, beta = r + rho * dr, beta + rho * dbeta
+        if not bool((error > TOLERANCE).any()):
+            break
+    shrink = 1 / (1 + beta * variance)
+    return (r * shrink).squeeze(-1), (beta * shrink).squeeze(-1)
+
+
+def _with_own(c: Tensor, X: Tensor, sites: Tensor, nugget: Tensor | float) -> Tensor:
+    """Covariances ``... x k x s`` of observations with sites, which may be the very same."""
+    if not isinstance(nugget, Tensor) or not bool(nugget.any()):
+        return c
+    row, column = (X[..., :1] == sites[..., 0]).nonzero(as_tuple=True)
+    same = (X[row] == sites[column]).all(-1)
+    own = torch.zeros(c.shape[-2:], dtype=c.dtype, device=c.device)
+    own[row[same], column[same]] = 1.0
+    return c + own * nugget
+
+
+def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:
+    """Noise variances of Gaussian observations at the candidates."""
+    noise = arguments.get("noise")
+    if noise is not None and not isinstance(likelihood, GaussianLikelihood):
+        noise = torch.as_tensor(noise)
+        return noise.squeeze(-1) if noise.dim() else noise
+    if noise is None and not isinstance(likelihood, GaussianLikelihood):
+        return likelihood.noise_covar.noise.mean(-1, keepdim=True)
+    return observation_noise(likelihood, n)
+
+
+def _draw(
+    likelihood: Likelihood,
+    mean: Tensor,
+    variance: Tensor,
+    number: int,
+    seed: int,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Outcomes ``b x f x n``, the same quantiles at every candidate.
+
+    Gaussian ones move with the posterior; others have no gradient.
+    """
+    engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=seed)
+    uniform = engine.draw(number, dtype=torch.float64).to(mean)
+    eps = torch.finfo(mean.dtype).eps
+    uniform = uniform.clamp(eps, 1 - eps)
+    f = mean + variance.sqrt() * torch.special.ndtri(uniform[:, :1])
+    if is_conjugate(likelihood):
+        noise = _noise(likelihood, f.shape[-1], arguments)
+        return f + noise.sqrt() * torch.special.ndtri(uniform[:, 1:])
+    with torch.no_grad():
+        conditional = (
+            Bernoulli(torch.special.ndtr(f))
+            if isinstance(likelihood, BernoulliLikelihood)
+            else likelihood.forward(f, **arguments)
+        )
+        return quantile(conditional, uniform[:, 1:].expand_as(f)).to(f)
+
+
+# -------------------------------------------------------------------- checks
+
+
+def _check(
+    model: SequentialGP,
+    sites: Tensor,
+    criterion: str | Sequence[str],
+    threshold: float | None,
+    name: str = "sites",
+) -> tuple[list[Uncertainty], Tensor]:
+    if not isinstance(model, SequentialGP):
+        raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
+    if model.num_outputs != 1 or not has_one_latent(model.likelihood):
+        raise ValueError(
+            "model: expected one output and one latent function; choose an output of several with "
+            "model.subset_output."
+        )
+    if hasattr(model, "outcome_transform"):
+        raise ValueError(
+            "model: with an outcome_transform the latent function is on another scale than the "
+            "threshold; transform the targets beforehand instead."
+        )
+    check_inputs(sites, model.train_inputs[0].shape[-1], name)
+    if sites.dim() != 2 or len(sites) == 0:
+        raise ValueError(f"{name}: expected shape n x d, got {tuple(sites.shape)}.")
+    criteria = [criterion] if isinstance(criterion, str) else list(criterion)
+    if not criteria:
+        raise ValueError("criterion: expected at least one, got none.")
+    link = link_of(model.likelihood)
+    return [Uncertainty(each, link, threshold) for each in criteria], sites
+
+
+def _weights(weights: Tensor | None, sites: Tensor) -> Tensor:
+    n = len(sites)
+    if weights is None:
+        return sites.new_full((n,), 1 / n)
+    if weights.shape != (n,) or bool((weights < 0).any()):
+        raise ValueError(f"weights: expected {n} of at least zero, got {tuple(weights.shape)}.")
+    return weights.to(sites)
+
+
+def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default: bool) -> Tensor:
+    """A mask of ``n`` booleans from one, or from indices."""
+    if given is None:
+        return torch.full((n,), default, device=device)
+    if given.dtype == torch.bool and given.shape == (n,):
+        return given.to(device).clone()
+    if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:
+        if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < n):
+            raise ValueError(f"{name}: expected indices from 0 to {n - 1}.")
+        mask = torch.zeros(n, dtype=torch.bool, device=device)
+        mask[given.to(device).long()] = True
+        return mask
+    raise ValueError(
+        f"{name}: expected {n} booleans or a list of indices, got {given.dtype} of shape "
+        f"{tuple(given.shape)}."
+    )
+
+
+def _at(arguments: dict[str, Any], index: Tensor, n: int) -> dict[str, Any]:
+    """Per-point arguments of some of ``n`` points."""
+    return {
+        key: value[index] if isinstance(value, Tensor) and value.shape == (n,) else value
+        for key, value in arguments.items()
+    }

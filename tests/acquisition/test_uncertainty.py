@@ -1,0 +1,164 @@
+"""Uncertainties of a prevalence against integration, samples and their own definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from botorch.exceptions.errors import UnsupportedError
+from gpytorch import likelihoods as gl
+from scipy import integrate, special, stats
+from torch import Tensor
+
+from seqgp import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.acquisition import exceedance, prevalence
+from seqgp.acquisition.uncertainty import CRITERIA, LINKS, Uncertainty, link_of
+from tests.helpers import assert_close
+
+pytestmark = pytest.mark.usefixtures("float64")
+LINK_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "logit": special.expit,
+    "probit": stats.norm.cdf,
+    "softplus": lambda f: float(np.logaddexp(0, f)),
+    "identity": lambda f: f,
+}
+THRESHOLDS = {"logit": 0.1, "probit": 0.3, "softplus": 1.2, "identity": 0.4}
+MOMENTS = [(-2.0, 0.3), (0.1, 1.0), (3.0, 2.0)]
+
+
+def entropy(p: float) -> float:
+    return float(special.entr(p) + special.entr(1 - p))
+
+
+def expected(criterion: str, link: str, mean: float, variance: float) -> float:
+    """By integration of the definition."""
+    F, q = LINK_FUNCTIONS[link], stats.norm(mean, math.sqrt(variance))
+
+    def average(function: Callable[[float], float]) -> float:
+        ends = (mean - 10 * q.std(), mean + 10 * q.std())
+        return integrate.quad(lambda f: function(f) * q.pdf(f), *ends, epsabs=1e-12)[0]
+
+    if criterion in CRITERIA[:2]:
+        level = float(LINKS[link].inverse(torch.tensor(THRESHOLDS[link])))
+        assert F(level) == pytest.approx(THRESHOLDS[link])
+        p = q.sf(level)
+        return entropy(p) if criterion == "threshold-entropy" else min(p, 1 - p)
+    first = average(F)
+    if criterion == "entropy":
+        return entropy(first)
+    return average(lambda f: (F(f) - first) ** 2)
+
+
+@pytest.mark.parametrize("link", list(LINKS))
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_values_are_those_of_the_definition(criterion: str, link: str) -> None:
+    if criterion == "entropy" and not LINKS[link].probability:
+        with pytest.raises(ValueError, match="probabilities"):
+            Uncertainty(criterion, LINKS[link])
+        return
+    u = Uncertainty(criterion, LINKS[link], THRESHOLDS[link])
+    mean, variance = torch.tensor(MOMENTS).T
+    actual = u(mean, variance)
+    for value, (m, v) in zip(actual.tolist(), MOMENTS, strict=True):
+        assert value == pytest.approx(expected(criterion, link, m, v), abs=1e-8)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("link", ["logit", "probit"])
+def test_fast_values(link: str, criterion: str) -> None:
+    """The bounds that the documentation states, on points between those of the tables."""
+    u = Uncertainty(criterion, LINKS[link], THRESHOLDS[link])
+    mean = torch.linspace(-15.99, 15.99, 1201).unsqueeze(-1)
+    variance = torch.linspace(0.05, 7.99, 301).square()
+    bound = 1e-7 if criterion in CRITERIA[:2] else 4e-5
+    bound = 2e-4 if (criterion, link) == ("entropy", "probit") else bound  # which bends more
+    for dtype, extra in ((torch.float64, 0.0), (torch.float32, 1e-6)):
+        m, v = mean.to(dtype), variance.to(dtype)
+        fast = u.fast(m, v)
+        assert fast.dtype == dtype
+        exact = u(mean, variance)
+        assert (fast - exact).abs().max() < bound + extra
+    # The arguments are left alone.
+    assert torch.equal(m, mean.to(dtype))
+    assert torch.equal(v, variance.to(dtype))
+
+
+def test_far_outside_of_the_table() -> None:
+    for criterion in CRITERIA:
+        u = Uncertainty(criterion, LINKS["logit"], 0.5)
+        mean, variance = torch.tensor([-40.0, 20.0]), torch.tensor([100.0, 1e-3])
+        assert_close(u.fast(mean, variance), u(mean, variance), 1e-7)
+    rate = Uncertainty("variance", LINKS["softplus"])
+    assert_close(rate.fast(mean, variance), rate(mean, variance), 1e-12)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_gradients(criterion: str) -> None:
+    u = Uncertainty(criterion, LINKS["logit"], 0.3)
+    mean = torch.tensor([-2.0, 0.7, 3.0], requires_grad=True)
+    variance = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
+    assert torch.autograd.gradcheck(u, (mean, variance))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "link"),
+    [
+        (gl.BernoulliLikelihood(), "probit"),
+        (BinomialLikelihood(link="probit"), "probit"),
+        (BinomialLikelihood(), "logit"),
+        (OverdispersedBinomialLikelihood(), "logit"),
+        (gl.PoissonLikelihood(), "softplus"),
+        (gl.GaussianLikelihood(), "identity"),
+        (gl.FixedNoiseGaussianLikelihood(torch.ones(2)), "identity"),
+    ],
+)
+def test_links_of_likelihoods(likelihood: gl.Likelihood, link: str) -> None:
+    assert link_of(likelihood).name == link
+    f = torch.linspace(-2, 3, 6)
+    if not isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
+        arguments = {"total_count": 1} if "Binomial" in repr(likelihood) else {}
+        if isinstance(likelihood, OverdispersedBinomialLikelihood):
+            likelihood = likelihood.conditional
+        assert_close(LINKS[link].forward(f), likelihood(f, **arguments).mean, 1e-6)
+    assert_close(LINKS[link].inverse(LINKS[link].forward(f)), f, 1e-9)
+
+
+def test_unknown_likelihood() -> None:
+    with pytest.raises(UnsupportedError, match=r"LaplaceLikelihood.*register"):
+        link_of(gl.LaplaceLikelihood())
+
+
+def samples(likelihood: OverdispersedBinomialLikelihood, m: float, v: float) -> Tensor:
+    h = m + math.sqrt(v + likelihood.nugget.item()) * torch.randn(400_000)
+    return h.sigmoid()
+
+
+def test_prevalence_and_exceedance_count_the_nugget() -> None:
+    likelihood = OverdispersedBinomialLikelihood()
+    likelihood.nugget = 0.8
+    for m, v in MOMENTS:
+        theta = samples(likelihood, m, v)
+        latent = torch.tensor([m]), torch.tensor([v])
+        mean, variance = (moment.squeeze() for moment in prevalence(likelihood, *latent))
+        above = exceedance(likelihood, 0.1, *latent).squeeze()
+        assert_close(mean, theta.mean(), 5 * float(theta.std()) / 400_000**0.5)
+        assert_close(variance, theta.var(), 5 * 0.2 / 400_000**0.5)
+        assert_close(above, (theta > 0.1).double().mean(), 5 * 0.5 / 400_000**0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("knowledge", "logit", 0.1), "criterion: expected one of 'threshold-entropy'"),
+        (("threshold-entropy", "logit", None), "threshold: 'threshold-entropy' compares"),
+        (("misclassification", "logit", 1.5), "threshold: expected a value inside of the range"),
+        (("misclassification", "softplus", -1.0), "threshold: expected a value inside"),
+    ],
+)
+def test_errors(arguments: tuple[str, str, float | None], message: str) -> None:
+    criterion, link, threshold = arguments
+    with pytest.raises(ValueError, match=message):
+        Uncertainty(criterion, LINKS[link], threshold)

@@ -53,6 +53,7 @@ QUICK = {"made_regression": DataSet(True, 4), "made_classes": DataSet(False, 4)}
 
 METHODS: dict[str, Callable[..., Callable[[Tensor], Latent]]] = {
     "ours": ours,
+    "ours, 5 steps": partial(ours, steps=5),  # of L-BFGS a piece, instead of at most 40
     "ours, random memory": partial(ours, policy="random"),
     "ours, no memory": partial(ours, policy="none"),
     "ours, ARD": partial(ours, ard=True),

@@ -107,23 +107,22 @@ def _fit_full_batch(
     }
     bar = progress_bar(desc="fit", unit=" evaluations", disable=not progress)
 
-    sites, worst = None, None
+    sites = None
+
+    def converged_loss() -> Tensor:
+        nonlocal sites
+        bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
+        return -mll.with_priors(bound, max(model.num_data, 1)).sum()
+
+    def forget_sites() -> None:
+        nonlocal sites
+        sites = None
+
+    guarded_loss = turning_back(converged_loss, parameters, forget_sites)
 
     def dual_loss() -> Tensor:
-        nonlocal sites
-        nonlocal worst
         bar.update()
-        try:
-            bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
-        except (ValueError, FloatingPointError, NanError, NotPSDError):
-            if worst is None:  # not because of a step of the optimiser
-                raise
-            # Hyperparameters without a posterior, a scale of zero say: the line search turns back.
-            sites = None
-            return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
-        value = -mll.with_priors(bound, max(model.num_data, 1)).sum()
-        worst = max(worst or 1e3, 2 * abs(value.item()) + 1)
-        return value
+        return guarded_loss()
 
     def loss() -> Tensor:
         bar.update()
@@ -157,6 +156,36 @@ def _fit_full_batch(
     for key, value_of in (best or {}).items():
         parameters[key].data.copy_(value_of)
     bar.close()
+
+
+def turning_back(
+    objective: Callable[[], Tensor], parameters: dict[str, Tensor], forget: Callable[[], None]
+) -> Callable[[], Tensor]:
+    """An objective to be minimised from which a line search turns back where there is none.
+
+    Hyperparameters without a posterior, a scale of zero say, have a large value and no gradient
+    instead of an error; but at the very first evaluation an error is one.
+
+    Args:
+        objective: May raise.
+        parameters: What the optimiser moves.
+        forget: Called after an error: nothing of where it happened is to be used again.
+    """
+    worst: float | None = None
+
+    def guarded() -> Tensor:
+        nonlocal worst
+        try:
+            value = objective()
+        except (ValueError, FloatingPointError, NanError, NotPSDError):
+            if worst is None:
+                raise
+            forget()
+            return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
+        worst = max(worst or 1e3, 2 * abs(value.item()) + 1)
+        return value
+
+    return guarded
 
 
 def _fit_minibatches(

@@ -8,6 +8,7 @@ summary, learns hyperparameters, chooses what to remember and folds the rest.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from botorch.models.utils.inducing_point_allocators import (
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import precision_floor
-from seqgp.fit import clamp_to_bounds
+from seqgp.fit import clamp_to_bounds, turning_back
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
@@ -411,7 +413,7 @@ class StreamMixin:
             return 0
         sites, taken = None, 0
 
-        def loss() -> Tensor:
+        def objective() -> Tensor:
             nonlocal sites, taken
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
@@ -419,6 +421,11 @@ class StreamMixin:
             bound, sites = self.bound(sites, site_tol, stands_for)
             return -mll.with_priors(bound, 1).sum()
 
+        def forget_sites() -> None:
+            nonlocal sites
+            sites = None
+
+        loss = turning_back(objective, parameters, forget_sites)
         training = self.training
         self.train()
         if optimizer == "adam":
@@ -433,7 +440,10 @@ class StreamMixin:
                 size = abs(float(loss()))
             closure = ForwardBackwardClosure(loss, parameters)
             options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the objective
-            scipy_minimize(closure, parameters, bounds, options=options)
+            with warnings.catch_warnings():
+                # Of sites at hyperparameters that are only tried out; those that stay are checked.
+                warnings.simplefilter("ignore", NumericalWarning)
+                scipy_minimize(closure, parameters, bounds, options=options)
         self.train(training)
         return taken
 

@@ -164,7 +164,6 @@ def learn(model: SequentialGP, data: Problem, index: int, way: Way, step: int) -
         data.X[index : index + 1],
         data.counts[index : index + 1].unsqueeze(-1),
         memory=MemoryOptions(capacity=None),
-        memory_share=0.0,
         learn=step % LEARN_EVERY == LEARN_EVERY - 1,
         steps=LEARN_STEPS,
         inducing="adapt" if way.grows else "fixed",

@@ -167,7 +167,8 @@ def test_candidates_share_base_samples(name: str) -> None:
     sampler = SobolQMCNormalSampler(torch.Size([16]))
     samples = sampler(posterior)
     assert sampler.base_samples.shape == (16, 1, *posterior.base_sample_shape[-2:])
-    assert torch.equal(samples, samples[:, :1].expand_as(samples))
+    # but for rounding: vectorised arithmetic depends on the place in memory, on some processors
+    torch.testing.assert_close(samples, samples[:, :1].expand_as(samples), rtol=1e-12, atol=1e-12)
     # and an update of the candidates does not draw new ones
     assert torch.equal(sampler(posterior), samples)
 

@@ -57,7 +57,7 @@ class BatchOptimizer:
         separation: How far the points of a batch keep from each other; see `fantasy_batch`.
         learn_from_failures: Whether the values of failed evaluations that have one teach the
             objective's model something. By default they are ignored. As long as nothing is valid,
-            the best of them is what is to be improved on.
+            the best of them is what is to be improved on, by expected improvement alone.
         incumbent: What is to be improved on: ``"observed"``, the best valid observation, or
             ``"mean"``, the best posterior mean at the input of one, for noisy observations.
         refit_every: After how many new evaluations hyperparameters are learnt again, starting from
@@ -149,8 +149,10 @@ class BatchOptimizer:
             pending = len(X_pending)
         if len(self.X) < max(self.num_initial, 1):
             return self._initial_points(len(self.X) + pending, q)
-        learnt = (self.objective_model, self.validity_model)
-        models = [model for model in learnt if model is not None]
+        objective, validity = self.objective_model, self.validity_model
+        if objective is not None and not self.valid.any():
+            validity = None  # nothing is known of it but that it is not where all others are
+        models = [model for model in (objective, validity) if model is not None]
         best_f = None if self.objective_model is None else self._best_f()
         devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

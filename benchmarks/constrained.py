@@ -247,7 +247,7 @@ def plot(curves: dict[str, dict[str, Tensor]], directory: Path) -> str:
             x = range(initial, runs.shape[1] + 1)
             for run in runs[:, initial - 1 :]:
                 axis.plot(x, run, color=colours[label], alpha=0.2, linewidth=0.7)
-            middle = runs.median(0).values[initial - 1 :]
+            middle = runs.quantile(0.5, dim=0)[initial - 1 :]  # of an even number, between two
             axis.plot(x, middle, color=colours[label], linewidth=2.2, label=label)
         axis.set(title=name, xlabel="evaluations", ylabel="log10 of regret")
         axis.spines[["top", "right"]].set_visible(False)

@@ -192,8 +192,15 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "|---|---|---|---|---|",
     ]
     curves = {}
+    present = [way for way in WAYS if any(key.startswith(f"{way}/") for key in units)]
+    seeds = [  # that all ways have: an unfinished run compares like with like
+        key.partition("/")[2]
+        for key in units
+        if key.startswith(f"{present[0]}/")
+        and all(f"{way}/{key.partition('/')[2]}" in units for way in present)
+    ]
     for way, label in WAYS.items():
-        rows = [unit for key, unit in units.items() if key.startswith(f"{way}/")]
+        rows = [units[f"{way}/{seed}"] for seed in seeds if way in present]
         if not rows:
             continue
         curves[label] = torch.stack([best_so_far(row) for row in rows])
@@ -206,7 +213,7 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
             f"| {', '.join(f'{value:.0f}' for value in final)} | {rate:.0%} "
             f"| {statistics.median(row['run_seconds'] for row in rows):.0f} |"
         )
-    usual = [unit["usual"] for key, unit in units.items() if key.startswith("random/")]
+    usual = [units[f"{present[0]}/{seed}"]["usual"] for seed in seeds]
     if usual:
         lines += ["", f"The usual constants have {statistics.mean(usual):.1f} in the same worlds."]
     lines += ["", f"![best reward so far]({plot(curves, directory)})"]

@@ -56,7 +56,8 @@ class BatchOptimizer:
         fantasy: How outcomes are imagined, see `seqgp.acquisition.fantasy_outcome`.
         separation: How far the points of a batch keep from each other; see `fantasy_batch`.
         learn_from_failures: Whether the values of failed evaluations that have one teach the
-            objective's model something. By default they are ignored.
+            objective's model something. By default they are ignored. As long as nothing is valid,
+            the best of them is what is to be improved on, by expected improvement alone.
         incumbent: What is to be improved on: ``"observed"``, the best valid observation, or
             ``"mean"``, the best posterior mean at the input of one, for noisy observations.
         refit_every: After how many new evaluations hyperparameters are learnt again, starting from
@@ -132,8 +133,8 @@ class BatchOptimizer:
     def ask(self, q: int = 1, X_pending: Tensor | None = None, progress: bool = False) -> Tensor:
         """Propose ``q x d`` inputs to evaluate; asked again, the same ones.
 
-        Without a valid evaluation among enough of them, validity itself is maximised, and a
-        `NoValidObservationWarning` says so.
+        As long as there is nothing to improve on, no valid evaluation nor a value to learn from,
+        validity itself is maximised, and a `NoValidObservationWarning` says so.
 
         Args:
             q: How many.
@@ -148,8 +149,10 @@ class BatchOptimizer:
             pending = len(X_pending)
         if len(self.X) < max(self.num_initial, 1):
             return self._initial_points(len(self.X) + pending, q)
-        learnt = (self.objective_model, self.validity_model)
-        models = [model for model in learnt if model is not None]
+        objective, validity = self.objective_model, self.validity_model
+        if objective is not None and not self.valid.any():
+            validity = None  # nothing is known of it but that it is not where all others are
+        models = [model for model in (objective, validity) if model is not None]
         best_f = None if self.objective_model is None else self._best_f()
         devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -245,7 +248,7 @@ class BatchOptimizer:
 
     @property
     def objective_model(self) -> Model | None:
-        """The model of the objective, ``None`` without a valid evaluation."""
+        """The model of the objective, ``None`` without an evaluation that it learns from."""
         return self._objective.model
 
     @property
@@ -317,8 +320,8 @@ class BatchOptimizer:
             )
 
     def _teaches(self, Y: Tensor, valid: Tensor) -> Tensor:
-        """Which evaluations the objective's model learns from; none before there is a valid one."""
-        return ~Y.isnan() if self.learn_from_failures and valid.any() else valid
+        """Which evaluations the objective's model learns from."""
+        return ~Y.isnan() if self.learn_from_failures else valid
 
     def _learn(self, X: Tensor, Y: Tensor, valid: Tensor) -> tuple[_Learner, _Learner]:
         """Both models, having learnt the data."""
@@ -338,9 +341,10 @@ class BatchOptimizer:
 
     @torch.no_grad()
     def _best_f(self) -> Tensor | None:
+        counts = self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
         if self.incumbent == "observed" or self.objective_model is None:
-            return best_valid(self.Y, self.valid, self.maximize)
-        posterior: Any = self.objective_model.posterior(self.X[self.valid].unsqueeze(-2))
+            return best_valid(self.Y, counts, self.maximize)
+        posterior: Any = self.objective_model.posterior(self.X[counts].unsqueeze(-2))
         return posterior.mean.max() if self.maximize else posterior.mean.min()
 
     def _default_objective(self, X: Tensor, Y: Tensor) -> Model:

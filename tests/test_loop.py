@@ -184,6 +184,21 @@ def test_no_valid_evaluation_yet() -> None:
     assert loop.ask(1).shape == (1, 2)
 
 
+def test_values_of_failures_before_anything_is_valid() -> None:
+    """They say where to go: the best of them is to be improved on, and nothing is to be said."""
+    X = make_inputs(12, 2)
+    Y = -(X - 0.5).square().sum(-1)
+    loop = BatchOptimizer(unit(), learn_from_failures=True, **FEW)
+    loop.tell(X, Y, torch.zeros(12))
+    assert loop.best is None
+    assert loop._best_f() == Y.max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoValidObservationWarning)
+        loop.ask(1)
+    loop.tell(X[:1] + 0.01, Y[:1], torch.ones(1))
+    assert loop._best_f() == Y[0]
+
+
 @pytest.mark.parametrize("n", [1, 8])
 def test_all_valid_or_one_evaluation(n: int) -> None:
     loop, X = BatchOptimizer(unit(), num_initial=1, **FEW), make_inputs(n, 2)

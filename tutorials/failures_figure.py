@@ -84,7 +84,7 @@ def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> P
         x = range(INITIAL, curves.shape[1] + 1)
         for curve in curves[:, INITIAL - 1 :]:
             axis.semilogy(x, curve, color=colour, alpha=0.25, linewidth=0.9)
-        middle = curves.median(0).values[INITIAL - 1 :]
+        middle = curves.quantile(0.5, dim=0)[INITIAL - 1 :]
         axis.semilogy(x, middle, color=colour, linewidth=3, label=WAYS[way])
     axis.set(title="regret, median and each seed", xlabel="evaluations")
     axis.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from botorch.acquisition import LogExpectedImprovement
 from botorch.acquisition.acquisition import AcquisitionFunction, OneShotAcquisitionFunction
 from botorch.exceptions.errors import UnsupportedError
 from botorch.models.model import Model, ModelList
@@ -244,8 +245,9 @@ def valid_improvement(
     """Expected improvement times validity, for `fantasy_batch`.
 
     The models are those of the objective, unless there is no valid observation yet, and of validity
-    (see `LogValidExpectedImprovement`). What is to be improved on is the best valid observation,
-    or a better one that has been imagined at a point that was imagined to be valid.
+    (see `LogValidExpectedImprovement`); without one of validity it is expected improvement. What is
+    to be improved on is the best valid observation, or a better one that has been imagined at a
+    point that was imagined to be valid.
 
     Args:
         best_f: The best valid observation; ``None`` if there is none, nor a model of the objective.
@@ -267,7 +269,7 @@ def valid_improvement(
         torch.Size([2, 1])
     """
 
-    def acquisition(models: list[Model], fantasies: Fantasies) -> LogValidExpectedImprovement:
+    def acquisition(models: list[Model], fantasies: Fantasies) -> AcquisitionFunction:
         if best_f is None:
             return LogValidExpectedImprovement(None, models, None)
         best, imagined = best_f, fantasies.Y[0]
@@ -279,6 +281,8 @@ def valid_improvement(
             better = best_valid(imagined, counts, maximize)
             if better is not None:
                 best = max(better, best_f) if maximize else min(better, best_f)
+        if len(models) == 1:
+            return LogExpectedImprovement(models[0], best, maximize=maximize)
         return LogValidExpectedImprovement(
             models[0], models[1:], best, maximize=maximize, threshold=threshold
         )

@@ -328,6 +328,15 @@ def test_incumbent_of_imagined_outcomes() -> None:
     assert valid_improvement(1.0)(models, Fantasies(X, (Y, None))).best_f == 7
 
 
+def test_without_validity_it_is_expected_improvement() -> None:
+    model, X = Failing().objective, make_inputs(5, 1, 2)
+    factory = valid_improvement(0.1)
+    actual = factory([model], Fantasies(X[:0, 0], (None,)))(X)
+    assert_close(actual, LogExpectedImprovement(model, 0.1)(X), 1e-10)
+    imagined = factory([model], Fantasies(X[:1, 0], (torch.tensor([[0.3]]),)))(X)
+    assert_close(imagined, LogExpectedImprovement(model, 0.3)(X), 1e-10)
+
+
 @pytest.mark.parametrize(
     "factory",
     [

@@ -44,7 +44,7 @@ METHODS: dict[str, Callable[[Stream], Iterator[Snapshot]]] = {
 ORDERS = {"revisit": ("in order",), "explore": ("in order", "shuffled")}
 OTHERS, EXPLORED, PIECES, SHOWN = (1, 2, 4, 5), 3, 20, (5, 10, 15, 20)
 GRID, DRAWN = 60, ("ours", "Bui et al.")
-EXTENT = (-3.2, 3.2)
+EXTENT = ((-1.6, 5.0), (-3.8, 1.6))  # the room, in metres
 
 #: What the paper's figure says of (c), after 5, 10, 15 and 20 pieces, and what ours is to reach.
 PRINTED = {"ours": "7.79, 7.75, 7.40, 7.38", "Bui et al.": "8.31, 10.9, 9.90, 9.79"}
@@ -141,8 +141,8 @@ def rmse(predict: Callable[[Tensor], Latent], X: Tensor, Y: Tensor) -> float:
 
 
 def _drawn(now: Snapshot, path: Tensor) -> dict[str, str]:
-    side = torch.linspace(*EXTENT, GRID, dtype=torch.float64)
-    latent = now.predict(torch.cartesian_prod(side, side))
+    sides = [torch.linspace(*extent, GRID, dtype=torch.float64) for extent in EXTENT]
+    latent = now.predict(torch.cartesian_prod(*sides))
     return {
         "mean": pack(latent.mean),
         "sd": pack(latent.variance.clamp(1e-6, 1e4).sqrt()),
@@ -199,7 +199,7 @@ def plot(units: dict[str, dict[str, Any]], directory: Path) -> str | None:
     figure, axes = plt.subplots(
         len(rows),
         len(SHOWN),
-        figsize=(2.7 * len(SHOWN) + 0.6, 2.7 * len(rows) + 0.3),
+        figsize=(2.9 * len(SHOWN) + 0.6, 2.4 * len(rows) + 0.4),
         sharex=True,
         sharey=True,
         squeeze=False,
@@ -211,18 +211,18 @@ def plot(units: dict[str, dict[str, Any]], directory: Path) -> str | None:
             image = panel.imshow(
                 mean,
                 origin="lower",
-                extent=(*EXTENT, *EXTENT),
+                extent=(*EXTENT[0], *EXTENT[1]),
                 cmap="viridis",
-                vmin=35,
-                vmax=70,
+                vmin=10,
+                vmax=90,
                 alpha=np.clip(1.15 - sd / max(sd.max(), 1e-6), 0.05, 1),
                 interpolation="bilinear",
             )
             panel.plot(*unpack(drawn["path"], 2).T, color="white", linewidth=0.5, alpha=0.8)
             panel.scatter(*unpack(drawn["memory"], 2).T, s=3, c="#d62728", linewidths=0)
             panel.scatter(*unpack(drawn["Z"], 2).T, s=14, c="black", marker="+", linewidths=0.7)
-            panel.set(xlim=EXTENT, ylim=EXTENT, aspect="equal")
-            if line is axes[0]:
+            panel.set(xlim=EXTENT[0], ylim=EXTENT[1], aspect="equal")
+            if name == rows[0][0]:
                 panel.set_title(f"after {step} of {PIECES} pieces", fontsize=9)
         line[0].set_ylabel(f"{name}\ny (m)", fontsize=9)
     for panel in axes[-1]:

@@ -75,7 +75,9 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
         mean_module: The mean; by default a constant.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
-            or their number; by default all inputs, at most `MAX_INDUCING`.
+            or their largest number, if they are chosen among the inputs: fewer where others would
+            add nothing, and more later if a stream asks for it. By default all inputs, at most
+            `MAX_INDUCING`.
         input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
             at construction.
         outcome_transform: Applied to the targets; for real-valued likelihoods only.
@@ -200,6 +202,9 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
         self._inducing_point_allocator = inducing_point_allocator
+        self.max_inducing = Z.shape[-2]
+        if not isinstance(inducing_points, Tensor):
+            self.max_inducing = MAX_INDUCING if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
         self.memory_weights = train_X.new_ones(train_X.shape[-2])
         self.num_updates = 0

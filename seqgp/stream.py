@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,8 +57,10 @@ class UpdateRecord:
     """What an update did.
 
     Attributes:
-        elbo: The evidence lower bound of all that is known, after the update.
-        log_density: Mean log predictive density of the new observations before they were learnt.
+        elbo: The evidence lower bound of all that is known, after the update. Observations that
+            are not Gaussian count up to a constant once they have been folded.
+        log_density: Mean log predictive density of the new observations before they were learnt;
+            NaN if there were none.
         steps: Evaluations of the objective for hyperparameters.
         num_new: How many observations were new.
         num_memory: How many are in the memory now.
@@ -88,7 +90,7 @@ class StreamMixin:
         self: Any,
         X: Tensor,
         Y: Tensor,
-        memory: MemoryOptions | None = None,
+        memory: MemoryOptions | int | None = None,
         noise: Tensor | None = None,
         learn: bool = True,
         mode: str = "pseudo-likelihood",
@@ -109,10 +111,10 @@ class StreamMixin:
         is left as it was.
 
         Args:
-            X: ``n' x d`` inputs.
+            X: ``n' x d`` inputs; there may be none, to learn more from what is known.
             Y: ``n' x m`` observations.
-            memory: How much to remember, and what; by default the model's ``memory_options``, 500
-                points by leverage.
+            memory: How much to remember, and what, or just how many observations; by default the
+                model's ``memory_options``, 500 by leverage.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters; without, the update only conditions.
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
@@ -128,7 +130,8 @@ class StreamMixin:
                 hyperparameters, ``"both"`` does both, ``"fixed"`` leaves them alone. By default
                 ``"both"`` (``"learn"`` in paper mode), or ``"fixed"`` if nothing is learnt or the
                 model was told not to learn them.
-            max_inducing: Their largest number if they are adapted; by default their present one.
+            max_inducing: Their largest number if they are adapted; by default what the model was
+                built with, or would have been had there been enough inputs.
             discount: Factor for what the summary held before, for streams that drift.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
 
@@ -162,12 +165,26 @@ class StreamMixin:
                 f"mode: this stream has been learnt with {self.stream_mode!r}, in which its "
                 f"summary means something else; got {mode!r}."
             )
+        if not 0 <= discount <= 1:
+            raise ValueError(f"discount: expected a number in [0, 1], got {discount}.")
+        if not tol >= 0 or (steps is not None and steps < 0):
+            raise ValueError(f"tol, steps: expected at least zero, got {tol} and {steps}.")
+        present = self.variational_strategy.inducing_points.shape[-2]
+        if max_inducing is not None and max_inducing < present:
+            raise ValueError(
+                f"max_inducing: expected at least the present number of points, {present}, "
+                f"got {max_inducing}; variational_strategy.set_inducing_points sets fewer."
+            )
         if mode == "paper" and discount != 1:
             raise ValueError("discount: the paper's rule knows none.")
         if steps is None:
             steps = 40 if optimizer == "lbfgs" and mode != "paper" else 100
-        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        X, targets, arguments = self._check_observations(X, Y, noise, arguments)
         memory = self.memory_options if memory is None else memory
+        if isinstance(memory, int):
+            memory = MemoryOptions(capacity=memory)
+        elif not isinstance(memory, MemoryOptions):
+            raise TypeError(f"memory: expected MemoryOptions or a number, got {memory!r}.")
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
             density = self.log_predictive_density(X, targets, **arguments)
@@ -219,7 +236,7 @@ class StreamMixin:
 
     def update_stream(
         self,
-        stream: Iterable[tuple[Tensor, Tensor]],
+        stream: Iterable[Sequence[Any]],
         callback: Callable[[UpdateRecord], object] | None = None,
         progress: bool = True,
         **options: Any,
@@ -227,7 +244,9 @@ class StreamMixin:
         """Update with each batch of a stream.
 
         Args:
-            stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list.
+            stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list. Or of
+                triples, of which the last is a dictionary of per-point arguments (``total_count``,
+                ``noise``) of that batch.
             callback: Called with the record of each update.
             progress: Whether to show a progress bar (only on a terminal).
             options: Options of `update`.
@@ -239,8 +258,8 @@ class StreamMixin:
         bar = progress_bar(
             stream, desc="stream", unit=" updates", disable=None if progress else True
         )
-        for X, Y in bar:
-            record = self.update(X, Y, **options)
+        for X, Y, *more in bar:
+            record = self.update(X, Y, **options, **(more[0] if more else {}))
             records.append(record)
             bar.set_postfix(log_density=f"{record.log_density:.3f}", memory=record.num_memory)
             if callback is not None:
@@ -263,7 +282,7 @@ class StreamMixin:
             noise: Noise variances of Gaussian observations.
             arguments: Per-point arguments of the likelihood.
         """
-        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        X, targets, arguments = self._check_observations(X, Y, noise, arguments)
         with _restored_on_error(self):
             known = _matches(self.train_inputs[0], self.train_targets, X, targets)
             keep = torch.ones(self.num_data, dtype=torch.bool, device=X.device)
@@ -279,6 +298,7 @@ class StreamMixin:
                 )
             self._select(keep.nonzero().squeeze(-1))
             self.refresh()
+            self.num_seen -= len(X)
 
     @property
     def memory(self: Any) -> Remembered:
@@ -300,7 +320,7 @@ class StreamMixin:
         Returns:
             ``n'`` scores: how much each observation determines the posterior at its own input.
         """
-        targets, arguments = self._check_observations(X, Y, noise, arguments)
+        X, targets, arguments = self._check_observations(X, Y, noise, arguments)
         inputs = self._with_outputs(self._transform_train_inputs(X))
         sites, variance = self.variational_strategy.sites(
             inputs, targets, self.likelihood, **arguments
@@ -328,8 +348,8 @@ class StreamMixin:
 
     def _check_observations(
         self: Any, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Transformed targets and per-point arguments; raises if anything is wrong with them."""
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Inputs, transformed targets and arguments; raises if anything is wrong with them."""
         self.check_not_fantasy()
         if self.batch_shape:
             raise RuntimeError("A batch of models cannot be updated, only a single one.")
@@ -341,6 +361,8 @@ class StreamMixin:
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
         check_Y(X, Y, "X", "Y")
+        dtype = self.train_inputs[0].dtype
+        X, Y = X.to(dtype), Y.to(dtype)
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
                 self.outcome_transform.eval()
@@ -349,7 +371,7 @@ class StreamMixin:
             if noise is not None:
                 arguments = {**arguments, "noise": self._to_targets(noise)}
         check_targets(targets, self._with_outputs(X), self.likelihood, name="Y", **arguments)
-        return targets, arguments
+        return X, targets, arguments
 
     def _extend(self: Any, X: Tensor, targets: Tensor, arguments: dict[str, Any]) -> None:
         """Append to the training data, without learning from them."""
@@ -387,12 +409,13 @@ class StreamMixin:
             Z.reshape(-1, *Z.shape[-2:])[0],
             X.reshape(-1, *X.shape[-2:])[0],
             self.covar_module,
-            Z.shape[-2] if max_points is None else max_points,
+            max(Z.shape[-2], self.max_inducing) if max_points is None else max_points,
             allocator,
         )
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
             strategy.start_from(chosen)
 
+    @torch.enable_grad()
     def _learn(
         self: Any,
         optimizer: str,

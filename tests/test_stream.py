@@ -544,3 +544,57 @@ def test_weights_stay_with_their_observations() -> None:
     assert len(model.memory_weights) == model.num_data == 12
     for x, weight in zip(model.memory.inputs, model.memory_weights, strict=True):
         assert weights[tuple(x.tolist())] == weight
+
+
+def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
+    """Though the first batch had no use for as many."""
+    X = torch.linspace(0, 8, 400).unsqueeze(-1)
+    Y = torch.sin(2 * X)
+    model = SequentialGP(X[:50], Y[:50], inducing_points=40)
+    first = model.variational_strategy.inducing_points.shape[-2]
+    assert first < 20
+    for x, y in zip(X[50:].split(50), Y[50:].split(50), strict=True):
+        record = model.update(x, y, steps=5, memory=20)
+    assert first < record.num_inducing <= 40
+    assert record.num_memory == 20
+    assert (model.posterior(X).mean - Y).abs().max() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"discount": 1.5}, ValueError, "discount: expected a number in"),
+        ({"tol": float("nan")}, ValueError, "tol, steps: expected at least zero"),
+        ({"steps": -1}, ValueError, "tol, steps: expected at least zero"),
+        ({"max_inducing": 3}, ValueError, "max_inducing: expected at least the present"),
+        ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a number"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], error: Any, message: str) -> None:
+    model, (X, Y, _) = at_once("gaussian"), make_data("gaussian")
+    before = moments(model)
+    with pytest.raises(error, match=message):
+        model.update(X, Y, **options)
+    assert model.num_data == 30
+    for a, b in zip(before, moments(model), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_stream_with_arguments_of_its_own() -> None:
+    """Triples; without gradients, in another precision."""
+    X, Y, arguments = make_data("binomial")
+    totals = arguments["total_count"]
+    model = make_model(
+        "binomial", X[:0], Y[:0], X[:8], likelihood_arguments={"total_count": totals[:0]}
+    )
+    batches = [
+        (X[i : i + 10].float(), Y[i : i + 10].float(), {"total_count": totals[i : i + 10]})
+        for i in (0, 10, 20)
+    ]
+    with torch.no_grad():
+        records = model.update_stream(batches, steps=2, memory=EVERYTHING, progress=False)
+    assert [record.steps > 0 for record in records] == [True] * 3
+    assert torch.equal(model.likelihood_arguments["total_count"], totals)
+    assert model.train_inputs[0].dtype == torch.float64
+    model.forget(X[:4].float(), Y[:4], total_count=totals[:4])
+    assert model.num_seen == 26

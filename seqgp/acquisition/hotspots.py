@@ -392,7 +392,7 @@ def select_from_pool(
     n = len(pool)
     counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
     open_ = counts & _mask(available, n, pool.device, "available", True)
-    if q < 1 or int(open_.sum()) < q:
+    if not isinstance(q, int) or q < 1 or int(open_.sum()) < q:
         raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
     if costs is not None and (costs.shape != (n,) or not bool((costs > 0).all())):
         raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
@@ -421,7 +421,7 @@ def select_from_pool(
             **_at(arguments, candidates, n),
         )
         if costs is not None:
-            scores = scores / costs.to(scores)
+            scores[candidates] /= costs.to(scores)[candidates]
         rows.append(scores)
         chosen.append(int(scores.argmax()))
         if len(chosen) == q:
@@ -661,8 +661,11 @@ def _weights(weights: Tensor | None, sites: Tensor) -> Tensor:
     n = len(sites)
     if weights is None:
         return sites.new_full((n,), 1 / n)
-    if weights.shape != (n,) or bool((weights < 0).any()):
-        raise ValueError(f"weights: expected {n} of at least zero, got {tuple(weights.shape)}.")
+    if weights.shape != (n,) or not bool((weights >= 0).all() & (weights.sum() > 0)):
+        raise ValueError(
+            f"weights: expected {n} of at least zero, and not all zero, got a tensor of shape "
+            f"{tuple(weights.shape)}."
+        )
     return weights.to(sites)
 
 
@@ -673,6 +676,8 @@ def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default
     if given.dtype == torch.bool and given.shape == (n,):
         return given.to(device).clone()
     if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:
+        if n > 2 and given.shape == (n,) and bool(((given == 0) | (given == 1)).all()):
+            raise ValueError(f"{name}: {n} zeros and ones, a mask? Expected booleans or indices.")
         if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < n):
             raise ValueError(f"{name}: expected indices from 0 to {n - 1}.")
         mask = torch.zeros(n, dtype=torch.bool, device=device)

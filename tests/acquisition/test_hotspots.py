@@ -542,3 +542,21 @@ def test_labels_near_the_boundary_are_wanted() -> None:
     pool = torch.linspace(0, 1, 41).unsqueeze(-1)
     chosen = select_from_pool(model, pool, criterion="misclassification", threshold=0.5).chosen
     assert abs(float(pool[chosen]) - 0.5) < 0.15
+
+
+def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
+    pool = torch.rand(20, 2, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    Y = torch.full((5, 1), 3.0, dtype=torch.double)
+    model = SequentialGP(pool[:5], Y, likelihood=BinomialLikelihood(20))
+    costs = torch.ones(20, dtype=torch.double)
+    costs[:5] = torch.inf
+    options = {"threshold": 0.2, "surveyed": torch.arange(5), "costs": costs}
+    assert int(select_from_pool(model, pool, **options).chosen) >= 5
+    mask = torch.zeros(20, dtype=torch.long)
+    mask[:5] = 1
+    with pytest.raises(ValueError, match="surveyed: 20 zeros and ones, a mask"):
+        select_from_pool(model, pool, **{**options, "surveyed": mask})
+    with pytest.raises(ValueError, match="q: expected 1 to 15"):
+        select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weights: expected 20 of at least zero"):
+        select_from_pool(model, pool, weights=torch.full_like(costs, torch.nan), **options)

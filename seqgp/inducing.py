@@ -19,7 +19,7 @@ def choose_inducing_points(
     max_points: int,
     allocator: InducingPointAllocator | None = None,
     tol: float = 0.1,
-    gain: float = 4.0,
+    gain: float = 2.0,
 ) -> Tensor:
     r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
 

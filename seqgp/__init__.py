@@ -2,6 +2,7 @@
 
 from seqgp import pathwise as _pathwise  # registers BoTorch's pathwise samplers  # noqa: F401
 from seqgp._version import __version__
+from seqgp.checkpoint import load, save
 from seqgp.likelihoods import (
     BinomialLikelihood,
     OrdinalLikelihood,
@@ -19,4 +20,6 @@ __all__ = [
     "OverdispersedBinomialLikelihood",
     "SequentialGP",
     "__version__",
+    "load",
+    "save",
 ]

@@ -1,6 +1,7 @@
 """seqgp: sparse Gaussian processes that learn from a stream, for any likelihood."""
 
 from seqgp import pathwise as _pathwise  # registers BoTorch's pathwise samplers  # noqa: F401
+from seqgp import plots
 from seqgp._version import __version__
 from seqgp.checkpoint import load, save
 from seqgp.likelihoods import (
@@ -21,5 +22,6 @@ __all__ = [
     "SequentialGP",
     "__version__",
     "load",
+    "plots",
     "save",
 ]

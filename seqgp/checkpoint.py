@@ -117,6 +117,19 @@ def load(
 
     Returns:
         The model.
+
+    Example:
+        >>> import tempfile, torch, seqgp
+        >>> from gpytorch.kernels import RBFKernel
+        >>> class Own(RBFKernel): ...  # a class that a checkpoint cannot rebuild by itself
+        >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+        >>> def build(n):
+        ...     return seqgp.SequentialGP(X[:n], torch.sin(6 * X[:n]), covar_module=Own())
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     seqgp.save(build(20), f"{directory}/model.pt")
+        ...     model = seqgp.load(f"{directory}/model.pt", like=build(3), dtype=torch.float32)
+        >>> model.posterior(X.float()).mean.dtype, model.num_data
+        (torch.float32, 20)
     """
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
@@ -138,6 +151,16 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Args:
         path: The file.
+
+    Example:
+        >>> import tempfile, torch, seqgp
+        >>> from seqgp.checkpoint import load_extra
+        >>> X = torch.linspace(-1.6, 1.6, 20, dtype=torch.double).unsqueeze(-1)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     model = seqgp.SequentialGP((X + 1.6) / 3.2, X)
+        ...     seqgp.save(model, f"{directory}/model.pt", extra={"next batch": 7})
+        ...     load_extra(f"{directory}/model.pt")
+        {'next batch': 7}
     """
     extra: dict[str, Any] = rebuild(_read(path)["extra"])
     return extra

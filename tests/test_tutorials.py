@@ -13,18 +13,38 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run(name: str, directory: Path) -> tuple[Path, str]:
-    """Run a tutorial in its short mode."""
+def run(name: str, directory: Path, *options: str) -> tuple[Path, str]:
+    """Run a tutorial in its short mode: no warnings, and no bars where there is no terminal."""
+    options = options or ("--short",)
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-m", f"tutorials.{name}"],
+        [sys.executable, "-W", "error::UserWarning", "-m", f"tutorials.{name}", *options],
         cwd=directory,
-        env={**os.environ, "SEQGP_SMOKE": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     return directory, done.stdout
+
+
+def check_figure(path: Path, rows: int, columns: int) -> None:
+    """Something is drawn in each of its panels."""
+    image = matplotlib.image.imread(path)[..., :3]
+    height, width = image.shape[0] // rows, image.shape[1] // columns
+    assert image.shape[1] >= 700
+    for row in range(rows):
+        for column in range(columns):
+            panel = image[row * height : (row + 1) * height, column * width : (column + 1) * width]
+            assert (panel.min(-1) < 0.9).mean() > 0.01
+            assert panel.std() > 0.04
+
+
+def rows_of(output: str, columns: int) -> list[list[float]]:
+    """Rows of a table: lines of so many numbers."""
+    rows = [line.split() for line in output.splitlines() if line.strip()[:1].isdigit()]
+    return [list(map(float, row)) for row in rows if len(row) == columns]
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +56,48 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def hotspots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same of the tutorial on hotspots."""
-    return run("hotspots", tmp_path_factory.mktemp("hotspots"))
+    return run("hotspots", tmp_path_factory.mktemp("hotspots"), "--tiny")
+
+
+def test_index_has_them_all() -> None:
+    """Every tutorial says how it is run, and is in the index."""
+    index = (ROOT / "tutorials" / "README.md").read_text()
+    for path in sorted((ROOT / "tutorials").glob("*.py")):
+        if "def main(" in path.read_text():
+            assert f"python -m tutorials.{path.stem}" in path.read_text()
+            assert f"({path.name})" in index
+            assert "--short" in path.read_text()
+
+
+def test_robot(tmp_path: Path) -> None:
+    directory, output = run("robot", tmp_path)
+    first, second, third = rows_of(output, 8)
+    assert max(first[5], second[6], third[7]) < 4 < min(first[6], first[7], second[7])
+    assert max(third[5], third[6]) < 2  # rooms that have been seen are not forgotten
+    check_figure(directory / "figures" / "robot.png", 3, 2)
+    check_figure(directory / "figures" / "robot-history.png", 3, 1)
+
+
+def test_banana(tmp_path: Path) -> None:
+    directory, output = run("banana", tmp_path)
+    rows = [line.split()[3:] for line in output.splitlines() if line.startswith("after batch")]
+    stream, only, refitted = map(float, rows[-1])
+    assert abs(stream - refitted) < 0.02  # as good as with all data at hand
+    assert stream > only + 0.1  # and better than without the past
+    check_figure(directory / "figures" / "banana.png", 1, 4)
+    for name in ("banana-leverage", "banana-history"):
+        check_figure(directory / "figures" / f"{name}.png", 1, 1)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    directory, output = run("checkpoints", tmp_path)
+    assert "the same, bit by bit: True" in output
+    assert output.index("(killed)") < output.index("goes on with batch 3")
+    check_figure(directory / "figures" / "checkpoints.png", 1, 3)
 
 
 def test_figure_is_not_blank(demo: tuple[Path, str]) -> None:
-    image = matplotlib.image.imread(demo[0] / "figures" / "stream.png")[..., :3]
-    height, width, _ = image.shape
-    assert height >= 500
-    assert width >= 1000
-    # Something is drawn in each of the 2 x 4 panels.
-    for row in range(2):
-        for column in range(4):
-            panel = image[
-                row * height // 2 : (row + 1) * height // 2,
-                column * width // 4 : (column + 1) * width // 4,
-            ]
-            assert (panel.min(-1) < 0.9).mean() > 0.01
-            assert panel.std() > 0.05
+    check_figure(demo[0] / "figures" / "stream.png", 2, 4)
 
 
 def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
@@ -65,26 +110,11 @@ def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
 
 
 def test_failures(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tutorials.failures"],
-        cwd=tmp_path,
-        env={**os.environ, "SEQGP_SMOKE": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    directory, output = run("failures", tmp_path)
     for way in ("learnt", "penalised", "left out"):
-        (row,) = [line for line in done.stdout.splitlines() if line.startswith(way)]
+        (row,) = [line for line in output.splitlines() if line.startswith(way)]
         assert row.endswith("%")
-    image = matplotlib.image.imread(tmp_path / "figures" / "failures.png")[..., :3]
-    height, width, _ = image.shape
-    for row_of, column in ((r, c) for r in range(2) for c in range(3)):
-        panel = image[
-            row_of * height // 2 : (row_of + 1) * height // 2,
-            column * width // 3 : (column + 1) * width // 3,
-        ]
-        assert panel.std() > 0.05
+    check_figure(directory / "figures" / "failures.png", 2, 3)
 
 
 #: Rows and columns of panels in each figure of the tutorial on hotspots.
@@ -100,15 +130,7 @@ PANELS = {
 
 @pytest.mark.parametrize("name", list(PANELS))
 def test_hotspot_figures_are_not_blank(name: str, hotspots: tuple[Path, str]) -> None:
-    image = matplotlib.image.imread(hotspots[0] / "figures" / f"{name}.png")[..., :3]
-    rows, columns = PANELS[name]
-    height, width = image.shape[0] // rows, image.shape[1] // columns
-    assert image.shape[1] >= 700
-    for row in range(rows):
-        for column in range(columns):
-            panel = image[row * height : (row + 1) * height, column * width : (column + 1) * width]
-            assert (panel.min(-1) < 0.9).mean() > 0.01
-            assert panel.std() > 0.04
+    check_figure(hotspots[0] / "figures" / f"{name}.png", *PANELS[name])
 
 
 def test_hotspot_table(hotspots: tuple[Path, str]) -> None:
@@ -128,13 +150,13 @@ def test_no_village_is_surveyed_twice() -> None:
     import torch
 
     from seqgp.datasets import make_country
-    from tutorials.hotspots import SMOKE, learn, scores
+    from tutorials.hotspots import TINY, learn, scores
 
     torch.set_default_dtype(torch.float64)
     try:
         country = make_country(80)
         first = torch.arange(15)
-        plan = SMOKE._replace(steps=3, memory=20)
+        plan = TINY._replace(steps=3, memory=20)
         for active in (True, False):
             states, model, _ = learn(country, country.scaled(first), first, plan, active)
             assert [len(state.surveyed) for state in states] == [15, 16, 17, 18]

@@ -1,26 +1,25 @@
 """Optimising where evaluations fail: what is learnt of failures, and what it is worth.
 
-Run ``python -m tutorials.failures``. A function in the plane has its best valid point at the edge
-of a region in which every evaluation fails and says nothing else; its overall best is inside.
-Batches of four are proposed by expected improvement times probability of validity. Two other ways
-get as many evaluations: to leave failures out, and to give them the worst value that has been seen.
-The figure is saved as ``figures/failures.png``.
+Run ``python -m tutorials.failures`` (``--short`` for fewer batches). A function in the plane has
+its best valid point at the edge of a region in which every evaluation fails and says nothing else; its
+overall best is inside. Batches of four are proposed by expected improvement times probability of
+validity. Two other ways get as many evaluations: to leave failures out, and to give them the worst
+value that has been seen. The figure is saved as ``figures/failures.png``.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from seqgp.loop import BatchOptimizer
+from seqgp.progress import progress_bar
+from tutorials import common
 from tutorials.failures_figure import draw
 
-SMOKE = bool(os.environ.get("SEQGP_SMOKE"))
-BATCH, BATCHES, SEEDS = (3, 2, 1) if SMOKE else (4, 7, 3)
 INITIAL = 8
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 WAYS = {
@@ -28,6 +27,17 @@ WAYS = {
     "penalised": "failures get the worst value",
     "left out": "failures are left out",
 }
+
+
+class Plan(NamedTuple):
+    """How large the example is."""
+
+    batch: int  # points in a batch
+    batches: int
+    seeds: int
+
+
+FULL, SHORT = Plan(4, 7, 3), Plan(3, 2, 1)
 
 
 def value(X: Tensor) -> Tensor:
@@ -56,14 +66,14 @@ def best_there_is() -> float:
     return float(value(grid)[works(grid)].max())
 
 
-def optimise(way: str, seed: int) -> tuple[BatchOptimizer, Tensor]:
+def optimise(way: str, seed: int, plan: Plan) -> tuple[BatchOptimizer, Tensor]:
     """One run: the optimiser at its end, and all points in the order of evaluation."""
     optimizer = BatchOptimizer(
         BOUNDS, num_initial=INITIAL, seed=seed, num_restarts=4, raw_samples=128
     )
     asked = BOUNDS[:0]
-    for batch in tqdm(range(BATCHES + 1), desc=f"{way}, seed {seed}", leave=False):
-        X = optimizer.ask(BATCH if batch else INITIAL)
+    for batch in progress_bar(range(plan.batches + 1), desc=f"{way}, seed {seed}", leave=False):
+        X = optimizer.ask(plan.batch if batch else INITIAL)
         asked = torch.cat([asked, X])
         Y, valid = evaluate(X)
         if way == "learnt":
@@ -83,20 +93,22 @@ def regret(asked: Tensor, best: float) -> Tensor:
     return best - torch.where(valid, Y, -torch.inf).cummax(0).values
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """A table, and a figure."""
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    given = common.parser(__doc__).parse_args(arguments)
+    common.begin(given)
+    plan = SHORT if given.short else FULL
     warnings.simplefilter("ignore", RuntimeWarning)  # line searches of BoTorch that end early
     best = best_there_is()
     runs: dict[str, list[tuple[BatchOptimizer, Tensor]]] = {}
     print(f"best valid value {best:.4f}\n\nway        regret at the end (seeds)   failed")
     for way in WAYS:
-        runs[way] = [optimise(way, seed) for seed in range(SEEDS)]
+        runs[way] = [optimise(way, seed, plan) for seed in range(plan.seeds)]
         final = [float(regret(asked, best)[-1]) for _, asked in runs[way]]
         failed = sum(int((~works(asked[INITIAL:])).sum()) for _, asked in runs[way])
-        total = SEEDS * BATCH * BATCHES
+        total = plan.seeds * plan.batch * plan.batches
         print(f"{way:10} {' '.join(f'{r:.4f}' for r in final):28} {failed / total:.0%}")
-    print(f"\nThe figure is in {draw(runs, best)}.")
+    print(f"\nThe figure is in {draw(runs, best, plan.batch)}.")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from tutorials import common
+
 if TYPE_CHECKING:
     from seqgp.loop import BatchOptimizer
 
@@ -17,14 +19,17 @@ NUMBER = 161
 COLOURS = {"learnt": "#12355b", "penalised": "#f05d23", "left out": "#8a8a8a"}
 
 
-def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> Path:
+def draw(
+    runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float, batch_size: int
+) -> Path:
     """The problem, what was learnt of it, where each way has looked, and regret.
 
     Args:
         runs: For each way, of each seed the optimiser and all points in order.
         best: The best valid value.
+        batch_size: How many points there are in a batch.
     """
-    from tutorials.failures import BATCH, INITIAL, WAYS, regret, value, works
+    from tutorials.failures import INITIAL, WAYS, regret, value, works
 
     figure = Figure(figsize=(15.5, 8.2), layout="constrained")
     axes = figure.subplots(2, 3)
@@ -58,12 +63,12 @@ def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> P
     axis = axes[0, 2]
     axis.contourf(line, line, truth, 24, cmap="Greys", alpha=0.5)
     axis.contour(line, line, valid, [0.5], colors="black", linewidths=1.2, linestyles=":")
-    number = 1 + (len(asked) - INITIAL) // BATCH
+    number = 1 + (len(asked) - INITIAL) // batch_size
     start = asked[:INITIAL]
     axis.scatter(start[:, 0], start[:, 1], s=22, color="0.6", label="initial", clip_on=False)
     shown_batches = sorted({1, 2, max(1, (number - 1) // 2), number - 1})
     for k in shown_batches:
-        X = asked[INITIAL + (k - 1) * BATCH : INITIAL + k * BATCH]
+        X = asked[INITIAL + (k - 1) * batch_size : INITIAL + k * batch_size]
         axis.scatter(*X.T, s=65, edgecolors="white", label=f"batch {k}", zorder=3, clip_on=False)
     axis.plot(*peak, "*", color="white", markeredgecolor="black", markersize=17, zorder=4)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
@@ -92,10 +97,7 @@ def draw(runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float) -> P
     for axis in (*axes[0], *axes[1, :2]):
         axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1], aspect="equal")
 
-    path = Path("figures") / "failures.png"
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return path
+    return common.save(figure, "failures")
 
 
 def _points(axis: Axes, X: Tensor, valid: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqgp import SequentialGP
 from seqgp.datasets import Country
+from tutorials import common
 
 if TYPE_CHECKING:
     from tutorials.hotspots import State
@@ -38,7 +39,7 @@ def first_map(country: Country, state: State, threshold: float) -> Path:
         figure.colorbar(drawn, ax=axes, shrink=0.85)
         axes.set_title(title)
     figure.suptitle(f"After {len(state.surveyed)} surveys (black rings)")
-    return _save(figure, "hotspots-first")
+    return common.save(figure, "hotspots-first")
 
 
 def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> Path:
@@ -67,7 +68,7 @@ def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> P
         ylabel="standard deviation of prevalence",
     )
     right.spines[["top", "right"]].set_visible(False)
-    return _save(figure, "hotspots-next")
+    return common.save(figure, "hotspots-next")
 
 
 def maps(country: Country, states: list[State], threshold: float) -> Path:
@@ -89,7 +90,7 @@ def maps(country: Country, states: list[State], threshold: float) -> Path:
     grid[0, -1].set_title("the truth")
     figure.colorbar(estimate, ax=grid[0, :], shrink=0.85, label="expected prevalence")
     figure.colorbar(hotspot, ax=grid[1, :], shrink=0.85, label=f"P(prevalence > {threshold:.0%})")
-    return _save(figure, "hotspots-maps")
+    return common.save(figure, "hotspots-maps")
 
 
 def curves(results: dict[str, dict[str, list[float]]]) -> Path:
@@ -97,7 +98,7 @@ def curves(results: dict[str, dict[str, list[float]]]) -> Path:
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     for axes, key in zip(figure.subplots(1, 3), results["chosen"], strict=True):
         _curve(axes, results, key)
-    return _save(figure, "hotspots-curves")
+    return common.save(figure, "hotspots-curves")
 
 
 def memory_map(country: Country, state: State, X: Tensor, model: SequentialGP) -> Path:
@@ -127,7 +128,7 @@ def memory_map(country: Country, state: State, X: Tensor, model: SequentialGP) -
     axes.legend(frameon=True, framealpha=0.9, loc="upper right", fontsize=9)
     _bare(axes)
     axes.set_title(f"the memory: {len(kept)} of {len(state.surveyed)} surveys")
-    return _save(figure, "hotspots-memory")
+    return common.save(figure, "hotspots-memory")
 
 
 def summary(
@@ -157,7 +158,7 @@ def summary(
     )
     _curve(grid["D"], results, "accuracy")
     _curve(grid["E"], results, "MSE")
-    return _save(figure, "hotspots")
+    return common.save(figure, "hotspots")
 
 
 def _stages(last: int) -> list[int]:
@@ -198,10 +199,3 @@ def _bare(axes: Axes) -> None:
     """A map: no ticks, and a ground on which white can be seen."""
     axes.set(xticks=[], yticks=[], aspect="equal", facecolor="0.86")
     axes.spines[:].set_visible(False)
-
-
-def _save(figure: Figure, name: str) -> Path:
-    path = Path("figures") / f"{name}.png"
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return path

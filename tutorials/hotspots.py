@@ -1,7 +1,7 @@
 """Which village to survey next? Finding hotspots of a disease with few surveys.
 
-Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``. No knowledge of Gaussian
-processes is needed.
+Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``, ``--tiny`` is shorter still. No
+knowledge of Gaussian processes is needed.
 
 A country has 1,500 villages. Of each we know where it is, how warm and wet it is there, how high,
 how far from water. What we want to know is where more than one person in ten carries a parasite
@@ -19,8 +19,6 @@ rivers, disease and all, by `seqgp.datasets.make_country`.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from typing import NamedTuple
 
@@ -29,13 +27,14 @@ from botorch.fit import fit_gpytorch_mll
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from gpytorch.priors import GammaPrior
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.data import find
 from seqgp import DualELBO, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import exceedance, prevalence, select_from_pool
 from seqgp.datasets import Country, make_country, read_country
 from seqgp.memory import MemoryOptions
+from seqgp.progress import progress_bar
+from tutorials import common
 from tutorials import hotspot_figures as figures
 
 TESTS = 100  # people tested in a village
@@ -53,7 +52,7 @@ class Plan(NamedTuple):
     memory: int  # surveys that the model keeps as they are
 
 
-FULL, SHORT, SMOKE = Plan(1500, 100, 100, 150), Plan(600, 50, 50, 80), Plan(150, 25, 8, 28)
+FULL, SHORT, TINY = Plan(1500, 100, 100, 150), Plan(600, 50, 50, 80), Plan(150, 25, 8, 28)
 
 
 class State(NamedTuple):
@@ -159,7 +158,7 @@ def learn(
     surveyed, states = first, [look(model, X, first)]
     generator = torch.Generator().manual_seed(1)
     start = time.perf_counter()
-    steps = tqdm(range(plan.steps), desc="chosen" if active else "random", leave=False)
+    steps = progress_bar(range(plan.steps), desc="chosen" if active else "random", leave=False)
     for step in steps:
         if active:
             village = next_village(model, X, surveyed)[0]
@@ -217,17 +216,14 @@ def print_table(chosen: dict[str, list[float]], random: dict[str, list[float]]) 
 
 def main(arguments: list[str] | None = None) -> None:
     """From the first map to the last."""
-    cli = argparse.ArgumentParser(description="Which village to survey next?")
-    cli.add_argument("--short", action="store_true", help="a smaller country, fewer surveys")
+    cli = common.parser(__doc__)
+    cli.add_argument("--tiny", action="store_true", help="a handful of villages, as in the tests")
     cli.add_argument("--made", action="store_true", help="the made country, even if data are here")
     given = cli.parse_args(arguments)
-    smoke = bool(os.environ.get("SEQGP_SMOKE"))
-    plan = SMOKE if smoke else SHORT if given.short else FULL
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    common.begin(given)
+    plan = TINY if given.tiny else SHORT if given.short else FULL
 
-    country = open_country(plan, given.made or given.short or smoke)
+    country = open_country(plan, given.made or given.short or given.tiny)
     generator = torch.Generator().manual_seed(0)
     first = torch.randperm(len(country.inputs), generator=generator)[: plan.initial]
     X = country.scaled(first)  # all covariates about 0 to 1
@@ -240,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     # What does the model know from the first surveys, and where would it go?
     model = first_model(X[first], country.survey(first, TESTS))
     start = look(model, X, first)
-    chosen, all_scores = next_village(model, X, first, q=3 if smoke else 5)
+    chosen, all_scores = next_village(model, X, first, q=3 if given.tiny else 5)
     paths = [
         figures.first_map(country, start, THRESHOLD),
         figures.next_map(country, start, all_scores[0], chosen),

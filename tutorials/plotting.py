@@ -1,9 +1,8 @@
-"""Figures of the tutorials."""
+"""The figure of `tutorials.stream`, whose models are not a `SequentialGP`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,13 +81,6 @@ class StreamFigure:
         )
         if now.batch == self.shown[0]:
             axes.legend(frameon=False, loc="upper right", fontsize=9)
-
-    def save(self, name: str) -> Path:
-        """Write the figure into ``figures/``."""
-        path = Path("figures") / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
-        self.figure.savefig(path, dpi=120)
-        return path
 
     def _panel(self, row: int, data: Stream, now: Comparison) -> Axes | None:
         """Where to draw the posterior after this batch, if it is one of those that are shown."""

@@ -1,13 +1,13 @@
 """Learning from a stream: labels in the plane and counts in time, one batch after another.
 
-Run ``python -m tutorials.stream``. Both streams arrive from left to right, the hardest order for a
-model that never sees old data again. After each batch the streaming model is compared with one that
-is fitted from scratch to everything seen so far. The figure is saved as ``figures/stream.png``.
+Run ``python -m tutorials.stream`` (``--short`` for fewer data). Both streams arrive from left to
+right, the hardest order for a model that never sees old data again. After each batch the streaming
+model is compared with one that is fitted from scratch to everything seen so far. The figure is
+saved as ``figures/stream.png``.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,12 +16,11 @@ import gpytorch
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
 from torch import Tensor
-from tqdm import tqdm
 
 from seqgp import DualVariationalStrategy
+from seqgp.progress import progress_bar
+from tutorials import common
 from tutorials.plotting import StreamFigure
-
-BATCHES, SIZE = (5, 40) if os.environ.get("SEQGP_SMOKE") else (10, 200)
 
 
 class GP(gpytorch.models.ApproximateGP):
@@ -48,6 +47,7 @@ class Stream(NamedTuple):
     test_y: Tensor
     likelihood: Likelihood
     inducing_points: Tensor
+    batches: int
     mean: float = 0.0
 
 
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
     nlpd: tuple[float, float]
 
 
-def labels() -> Stream:
+def labels(batches: int, size: int) -> Stream:
     """Two interleaved half circles, 0 and 1, sorted by the first input."""
 
     def draw(n: int) -> tuple[Tensor, Tensor]:
@@ -69,10 +69,10 @@ def labels() -> Stream:
         x = torch.stack([angle.cos() - 0.5 * sign, sign * (angle.sin() - 0.25)], -1)
         return x + 0.25 * torch.randn(n, 2), y.to(x)
 
-    x, y = draw(BATCHES * SIZE)
+    x, y = draw(batches * size)
     order = x[:, 0].argsort()
     Z = torch.cartesian_prod(torch.linspace(-2, 2, 9), torch.linspace(-1.2, 1.2, 6))
-    return Stream("labels", x[order], y[order], *draw(1000), BernoulliLikelihood(), Z)
+    return Stream("labels", x[order], y[order], *draw(1000), BernoulliLikelihood(), Z, batches)
 
 
 def rate(t: Tensor) -> Tensor:
@@ -80,23 +80,24 @@ def rate(t: Tensor) -> Tensor:
     return 4 + 3 * torch.sin(1.3 * t) + 6 * torch.exp(-((t - 6.5) ** 2) / 0.3)
 
 
-def counts() -> Stream:
+def counts(batches: int, size: int) -> Stream:
     """Events whose rate changes with time."""
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor]:
         return t.unsqueeze(-1), torch.poisson(rate(t))
 
-    x, y = draw(torch.linspace(0, 10, BATCHES * SIZE))
+    x, y = draw(torch.linspace(0, 10, batches * size))
     Z = torch.linspace(0, 10, 30).unsqueeze(-1)
-    return Stream("counts", x, y, *draw(10 * torch.rand(1000)), PoissonLikelihood(), Z, mean=4.0)
+    test = draw(10 * torch.rand(1000))
+    return Stream("counts", x, y, *test, PoissonLikelihood(), Z, batches, mean=4.0)
 
 
 def learn(data: Stream) -> Iterator[Comparison]:
     """Show a stream to a model, batch by batch."""
     print(f"\n{data.name}\nbatch   seen  steps  ms update  ms refit  NLPD stream  NLPD refit")
-    stream = GP(data.inducing_points, data.mean).eval()
-    for batch in tqdm(range(1, BATCHES + 1), desc=data.name, leave=False):
-        new, seen = slice((batch - 1) * SIZE, batch * SIZE), slice(batch * SIZE)
+    stream, size = GP(data.inducing_points, data.mean).eval(), len(data.x) // data.batches
+    for batch in progress_bar(range(1, data.batches + 1), desc=data.name, leave=False):
+        new, seen = slice((batch - 1) * size, batch * size), slice(batch * size)
         start = time.perf_counter()
 
         # Only the new batch is at hand; add=True puts it on top of what is known.
@@ -111,8 +112,8 @@ def learn(data: Stream) -> Iterator[Comparison]:
         end = time.perf_counter()
 
         nlpd = nlpd_of(stream, data), nlpd_of(refit, data)
-        tqdm.write(
-            f"{batch:5}{batch * SIZE:7}{info.steps:7}{1e3 * (middle - start):11.1f}"
+        print(
+            f"{batch:5}{batch * size:7}{info.steps:7}{1e3 * (middle - start):11.1f}"
             f"{1e3 * (end - middle):10.1f}{nlpd[0]:13.4f}{nlpd[1]:12.4f}"
         )
         yield Comparison(batch, stream, refit, nlpd)
@@ -124,17 +125,17 @@ def nlpd_of(model: GP, data: Stream) -> float:
     return -float(data.likelihood.log_marginal(data.test_y, model(data.test_x)).mean())
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Two streams: two tables and one figure."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
-    figure = StreamFigure(BATCHES, SIZE)
-    for comparison in learn(data := labels()):
+    given = common.parser(__doc__).parse_args(arguments)
+    common.begin(given)
+    batches, size = (5, 40) if given.short else (10, 200)
+    figure = StreamFigure(batches, size)
+    for comparison in learn(data := labels(batches, size)):
         figure.add_labels(data, comparison)
-    for comparison in learn(data := counts()):
+    for comparison in learn(data := counts(batches, size)):
         figure.add_counts(data, comparison, rate)
-    print(f"\nThe figure is in {figure.save('stream')}.")
+    print(f"\nThe figure is in {common.save(figure.figure, 'stream')}.")
 
 
 if __name__ == "__main__":

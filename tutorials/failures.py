@@ -1,10 +1,10 @@
 """Optimising where evaluations fail: what is learnt of failures, and what it is worth.
 
 Run ``python -m tutorials.failures`` (``--short`` for fewer batches). A function in the plane has
-its best valid point at the edge of a region in which every evaluation fails and says nothing else; its
-overall best is inside. Batches of four are proposed by expected improvement times probability of
-validity. Two other ways get as many evaluations: to leave failures out, and to give them the worst
-value that has been seen. The figure is saved as ``figures/failures.png``.
+its best valid point at the edge of a region in which every evaluation fails and says nothing else;
+its overall best is inside. Batches of four are proposed by expected improvement times probability
+of validity. Two other ways get as many evaluations: to leave failures out, and to give them the
+worst value that has been seen. The figure is saved as ``figures/failures.png``.
 """
 
 from __future__ import annotations

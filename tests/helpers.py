@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any, NamedTuple
 
 import torch
@@ -265,3 +267,15 @@ def assert_untouched(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
     assert after.keys() == before.keys()
     for key, value in before.items():
         assert torch.equal(after[key], value), key
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def terminal() -> Iterator[io.StringIO]:
+    """A terminal, the only place where progress bars are drawn; what is written to it."""
+    with redirect_stderr(_Terminal()) as stream:
+        yield stream

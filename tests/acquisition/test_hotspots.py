@@ -26,7 +26,7 @@ from seqgp.acquisition import (
 from seqgp.acquisition.hotspots import _look_ahead, _marginals, _outcomes
 from seqgp.acquisition.uncertainty import CRITERIA, Uncertainty, link_of, nugget_of
 from tests.botorch.helpers import data, pair
-from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
+from tests.helpers import assert_close, make_inputs, make_kernel, make_mean, terminal
 
 pytestmark = pytest.mark.usefixtures("float64")
 THRESHOLD = {"gaussian": 0.4, "fixed_noise": 0.4, "poisson": 1.3}
@@ -215,16 +215,16 @@ def test_gaussian_variance_is_that_of_botorch() -> None:
 
 
 @names
-def test_blocks_and_progress_do_not_matter(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_and_progress_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, X, sites = model_of(name), *map(points, (7, 11))
     options: dict[str, Any] = {"threshold": threshold(name), **arguments_of(name)}
     expected = expected_reduction(model, X, sites, **options)
     monkeypatch.setattr(hotspots, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(hotspots, "COVARIANCE_ELEMENTS", 22)
-    assert_close(expected_reduction(model, X, sites, progress=True, **options), expected, 1e-6)
-    assert "score" in capsys.readouterr().err
+    with terminal() as stream:
+        again = expected_reduction(model, X, sites, progress=True, **options)
+    assert_close(again, expected, 1e-6)
+    assert "score" in stream.getvalue()
     assert expected_reduction(model, X[:0], sites, **options).shape == (0,)
 
 

@@ -28,6 +28,7 @@ from tests.helpers import (
     make_inputs,
     make_kernel,
     make_mean,
+    terminal,
     with_same_expectations,
 )
 
@@ -249,11 +250,10 @@ def test_maxiter() -> None:
     ("kwargs", "unit"), [({}, "evaluations"), ({"batch_size": 16, "epochs": 2}, "steps")]
 )
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress(
-    kwargs: dict[str, int], unit: str, progress: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit_gpytorch_mll(bernoulli()[1], progress=progress, **kwargs)
-    shown = capsys.readouterr().err
+def test_progress(kwargs: dict[str, int], unit: str, progress: bool) -> None:
+    with terminal() as stream:
+        fit_gpytorch_mll(bernoulli()[1], progress=progress, **kwargs)
+    shown = stream.getvalue()
     assert (f" {unit}" in shown) == progress
     assert ("6/6" in shown) == (progress and unit == "steps")  # 2 epochs of 3 minibatches
 
@@ -288,9 +288,10 @@ def test_minibatches_of_per_point_arguments() -> None:
     assert value(mll, model) > before
 
 
-def test_many_data_come_in_minibatches(capsys: pytest.CaptureFixture[str]) -> None:
-    fit_gpytorch_mll(bernoulli(FULL_BATCH_LIMIT + 1)[1], epochs=1, progress=True)
-    assert "5/5" in capsys.readouterr().err  # steps of 1024
+def test_many_data_come_in_minibatches() -> None:
+    with terminal() as stream:
+        fit_gpytorch_mll(bernoulli(FULL_BATCH_LIMIT + 1)[1], epochs=1, progress=True)
+    assert "5/5" in stream.getvalue()  # steps of 1024
 
 
 # -------------------------------------------------------------------- learnable transforms

@@ -1,9 +1,9 @@
 """Hidden failing regions: regret with failures learnt and penalised; the cost of a batch.
 
 Constrained problems of BoTorch whose constraints are seen only as pass or fail, and whose values
-are not seen where they fail. All ways start from the same points, propose batches of three and learn
-hyperparameters for each, with the same optimisers. The defaults of ours for the model of validity
-were chosen on seeds from 100 on.
+are not seen where they fail. All ways start from the same points, propose batches of three and
+learn hyperparameters for each, with the same optimisers. The defaults of ours for the model of
+validity were chosen on seeds from 100 on.
 """
 
 from __future__ import annotations

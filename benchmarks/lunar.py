@@ -4,8 +4,8 @@ Twelve constants of a controller, in wind (`benchmarks.lander`). An evaluation i
 five landings, the same terrains and winds each time; it is a success if most of them end on
 the ground without a crash. All ways start from the same 24 points and have 90 evaluations. The
 models are those of the paper: for the reward an ARD Matern-5/2 kernel, for success an ARD RBF
-kernel of variance 100, with BoTorch's prior on lengthscales for all alike. All learn hyperparameters
-after every three evaluations. The rewards of failures are known to all.
+kernel of variance 100, with BoTorch's prior on lengthscales for all alike. All learn
+hyperparameters after every three evaluations. The rewards of failures are known to all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """seqgp: sparse Gaussian processes that learn from a stream, for any likelihood."""
 
 from seqgp import pathwise as _pathwise  # registers BoTorch's pathwise samplers  # noqa: F401
+from seqgp import plots
 from seqgp._version import __version__
+from seqgp.checkpoint import load, save
 from seqgp.likelihoods import (
     BinomialLikelihood,
     OrdinalLikelihood,
@@ -19,4 +21,7 @@ __all__ = [
     "OverdispersedBinomialLikelihood",
     "SequentialGP",
     "__version__",
+    "load",
+    "plots",
+    "save",
 ]

@@ -20,6 +20,12 @@ class Country(NamedTuple):
         inputs: ``n x 8`` covariates of the villages, see `names`.
         prevalence: ``n`` true prevalences of a disease, which only surveys reveal.
         names: The names of the covariates.
+
+    Example:
+        >>> import torch
+        >>> country = make_country(50)
+        >>> country.survey(torch.arange(3), tests=100).shape, country.scaled(torch.arange(50)).shape
+        (torch.Size([3]), torch.Size([50, 8]))
     """
 
     inputs: Tensor
@@ -114,7 +120,7 @@ def make_country(
 
 
 def read_country(path: str | Path, dtype: torch.dtype = torch.float64) -> Country:
-    """A country from a CSV file: covariates, and a column ``theta`` of prevalences.
+    r"""A country from a CSV file: covariates, and a column ``theta`` of prevalences.
 
     Columns that are not numbers are left out. Made for the data of Cote d'Ivoire of
     Andrade-Pacheco et al. (2020), which Maddox et al. (2021) use.
@@ -122,6 +128,15 @@ def read_country(path: str | Path, dtype: torch.dtype = torch.float64) -> Countr
     Args:
         path: The file.
         dtype: Of the result.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("village,warmth,theta\nA,20.5,0.1\nB,25.0,0.3\n")
+        ...     file.flush()
+        ...     country = read_country(file.name)
+        >>> country.names, country.prevalence
+        (('warmth',), tensor([0.1000, 0.3000], dtype=torch.float64))
     """
     with Path(path).open(newline=None) as file:
         rows = list(csv.DictReader(file))

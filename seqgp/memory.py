@@ -57,6 +57,17 @@ class MemoryOptions:
             for no limit. With a limit, old ones are only given up if the capacity demands it.
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
         seed: Seed of the draws.
+
+    Example:
+        >>> import torch
+        >>> from seqgp.memory import MemoryOptions
+        >>> options = MemoryOptions(capacity=3, policy="recent")
+        >>> options.choose(torch.rand(10), num_new=4, update=0)
+        tensor([7, 8, 9])
+        >>> def largest(leverage, size, generator):  # a policy of your own
+        ...     return leverage.topk(size).indices.sort().values
+        >>> MemoryOptions(capacity=2, policy=largest).choose(torch.arange(5.0), 2, 0)
+        tensor([3, 4])
     """
 
     capacity: int | None = 500

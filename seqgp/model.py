@@ -317,6 +317,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
         Returns:
             A posterior over ``... x q x m`` values.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import BernoulliLikelihood
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> model = SequentialGP(X, (X > 0.5).to(X), likelihood=BernoulliLikelihood())
+            >>> latent = model.posterior(X)  # Gaussian
+            >>> probability = model.posterior(X, observation_noise=True).mean  # of a 1
+            >>> bool(((probability > 0.5) == (latent.mean > 0)).all())
+            True
         """
         if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
             return self.subset_output(output_indices).posterior(
@@ -491,6 +501,15 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 transformed outcomes.
             kwargs: ``fixed_inducing=True`` for the paper's update, ``tol``, ``max_steps``, and
                 per-point arguments of the likelihood (``total_count=``), ``... x n'``.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import PoissonLikelihood
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> model = SequentialGP(X, torch.ones_like(X), likelihood=PoissonLikelihood())
+            >>> known = model.condition_on_observations(X[:1], 9 * torch.ones_like(X[:1]))
+            >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
+            True
         """
         X_tf = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
@@ -532,6 +551,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
         Returns:
             A model with batch shape ``sample_shape x batch_shape``.
+
+        Example:
+            >>> import torch
+            >>> from botorch.sampling import SobolQMCNormalSampler
+            >>> from seqgp import BinomialLikelihood
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> model = SequentialGP(X, torch.ones_like(X), likelihood=BinomialLikelihood(5))
+            >>> fantasies = model.fantasize(X[:3, None], SobolQMCNormalSampler(torch.Size([8])))
+            >>> fantasies.posterior(X).mean.shape
+            torch.Size([8, 3, 20, 1])
         """
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
         if isinstance(observation_noise, bool):

@@ -50,6 +50,17 @@ class ObservationPosterior(Posterior):
         arguments: Per-point arguments of the likelihood, ``... x q``.
         several_latents: Whether there is one observation per input of all ``l`` latents together,
             instead of one of each.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import PoissonLikelihood
+        >>> from seqgp import SequentialGP
+        >>> X = torch.linspace(0, 1, 10, dtype=torch.double).unsqueeze(-1)
+        >>> model = SequentialGP(X, torch.ones_like(X), likelihood=PoissonLikelihood())
+        >>> counts = model.posterior(X, observation_noise=True)
+        >>> samples = counts.rsample(torch.Size([100]))
+        >>> samples.shape, bool((samples == samples.round()).all())
+        (torch.Size([100, 10, 1]), True)
     """
 
     def __init__(

@@ -219,6 +219,18 @@ class DualVariationalStrategy(DualState):
 
         Returns:
             The (estimated) bound before the step, of the batch shape of model and data.
+
+        Example:
+            >>> import torch, gpytorch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> Y = torch.sin(6 * X)
+            >>> model = SequentialGP(X, (Y - Y.mean()) / Y.std(), inducing_points=8)
+            >>> strategy = model.variational_strategy
+            >>> half = X[::2], model.train_targets[::2]
+            >>> bound = strategy.natural_gradient_step(*half, num_data=20)
+            >>> bound.shape
+            torch.Size([])
         """
         check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
@@ -494,6 +506,19 @@ class DualVariationalStrategy(DualState):
 
         Args:
             inducing_points: ``... x m' x d``. If they include the present ones, nothing is lost.
+
+        Example:
+            >>> import torch, gpytorch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> Y = torch.sin(6 * X)
+            >>> model = SequentialGP(X, (Y - Y.mean()) / Y.std(), inducing_points=8)
+            >>> strategy = model.variational_strategy
+            >>> before = model.posterior(X).mean
+            >>> more = torch.tensor([[-0.5], [1.5]], dtype=torch.double)
+            >>> strategy.set_inducing_points(torch.cat([strategy.inducing_points, more]))
+            >>> torch.allclose(model.posterior(X).mean, before)
+            True
         """
         check_inducing_points(inducing_points)
         check_inputs(inducing_points, self.inducing_points.shape[-1], "inducing_points")

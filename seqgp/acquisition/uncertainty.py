@@ -254,6 +254,12 @@ def exceedance(likelihood: Likelihood, threshold: float, mean: Tensor, variance:
         threshold: The threshold.
         mean: ``...`` means of the latent function.
         variance: ``...`` variances.
+
+    Example:
+        >>> import torch
+        >>> zero = torch.zeros(1)
+        >>> exceedance(BinomialLikelihood(), 0.5, zero, zero + 1)
+        tensor([0.5000])
     """
     level = Uncertainty("misclassification", link_of(likelihood), threshold).latent_threshold
     return torch.special.ndtr((mean - level) * (variance + nugget_of(likelihood)).rsqrt())

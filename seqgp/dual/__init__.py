@@ -12,6 +12,33 @@ those of the posterior that they imply.
 Notation: ``m`` inducing points ``Z``, ``L = chol(Kzz)``, whitened cross-covariance
 ``A_x = L^-1 K_zx`` (``m x n``). Every tensor may carry leading batch dimensions ``...``; several
 latent functions are one more batch dimension, the last of them.
+
+Example:
+    A Gaussian process of its own, from a kernel matrix to predictions:
+
+    >>> import torch
+    >>> from gpytorch.likelihoods import PoissonLikelihood
+    >>> from seqgp.dual import *
+    >>> x = torch.linspace(0, 5, 50, dtype=torch.double)
+    >>> y = torch.poisson(3 + 2 * torch.sin(x), generator=torch.Generator().manual_seed(0))
+    >>> def k(a, b):
+    ...     return torch.exp(-0.5 * (a[:, None] - b) ** 2)
+    >>> L = scaled_cholesky(k(x[::5], x[::5]), 1e-8)
+    >>> A = solve_lower(L, k(x[::5], x))
+    >>> variance = 1 - A.square().sum(-2)  # what the inducing points do not explain
+    >>> def evaluate(mean, variance):
+    ...     return expectations(PoissonLikelihood(), y, mean, variance)
+    >>> batch = Batch(A, variance, torch.zeros_like(x), evaluate)
+    >>> duals = zero_duals(x, 10)
+    >>> for _ in range(20):
+    ...     duals, bound = natural_gradient_step(duals, [batch], rho=0.8)
+    >>> factors = factorise(duals)
+    >>> f = posterior_mean(A, factors)
+    >>> posterior_variance(A, variance, factors).shape
+    torch.Size([50])
+    >>> rate = torch.nn.functional.softplus(f)  # at the ends of the first and the third quarter
+    >>> bool(rate[15] > 3 > rate[45])
+    True
 """
 
 from seqgp.dual.conditioning import Conditioned, condition

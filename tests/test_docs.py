@@ -1,0 +1,76 @@
+"""The documentation: it builds without warnings, and has everything in it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import seqgp
+from seqgp import acquisition, checkpoint, datasets, dual, loop, memory, plots
+
+ROOT = Path(__file__).parent.parent
+
+#: Modules, and the names that users call them by.
+PUBLIC: list[tuple[ModuleType, list[str]]] = [
+    (seqgp, [name for name in seqgp.__all__ if name not in ("__version__", "plots")]),
+    (acquisition, acquisition.__all__),
+    (checkpoint, checkpoint.__all__),
+    (datasets, ["Country", "make_country", "read_country"]),
+    (loop, ["BatchOptimizer"]),
+    (memory, ["MemoryOptions"]),
+    (plots, plots.__all__),
+]
+NAMES = [(module, name) for module, names in PUBLIC for name in names]
+
+
+def is_result(thing: object) -> bool:
+    """Whether it is only ever returned, or warned of: the example is that of what returns it."""
+    if not inspect.isclass(thing) or thing is datasets.Country:
+        return False
+    return issubclass(thing, tuple | Warning)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_public_names_have_an_example_that_runs(module: ModuleType, name: str) -> None:
+    thing = getattr(module, name)
+    assert thing.__doc__
+    if not is_result(thing):
+        assert ">>>" in thing.__doc__
+        assert "Args:" in thing.__doc__ or "Attributes:" in thing.__doc__
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as ``make docs`` builds it."""
+    site = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", site],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return site
+
+
+def test_everything_is_in_the_site(built: Path) -> None:
+    with (built / "objects.inv").open("rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, path: path)
+    known = {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+    for module, name in [*NAMES, *((dual, name) for name in dual.__all__)]:
+        assert f"{module.__name__}.{name}" in known or f"seqgp.{name}" in known, name
+    for method in ("update", "update_stream", "forget", "fantasize", "posterior", "memory"):
+        assert f"seqgp.SequentialGP.{method}" in known
+
+
+def test_pages_are_not_empty(built: Path) -> None:
+    for page in ("index", "tutorials", "method", "benchmarks", "api/model", "api/dual"):
+        assert len((built / f"{page}.html").read_text()) > 10_000

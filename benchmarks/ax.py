@@ -11,7 +11,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 from botorch.test_functions import Hartmann
 from botorch.test_functions.synthetic import ConstrainedGramacy, ConstrainedHartmann
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
 from benchmarks.runner import Options, Unit
 
@@ -38,18 +40,25 @@ class Problem(NamedTuple):
     make: Callable[[], Any]
     trials: int
     fails: bool
+    ways: tuple[str, ...]
 
 
 PROBLEMS = {
-    "Hartmann6": Problem(lambda: Hartmann().double(), 100, False),
-    "Gramacy": Problem(lambda: ConstrainedGramacy().double(), 40, True),
-    "ConstrainedHartmann6": Problem(lambda: ConstrainedHartmann().double(), 60, True),
+    "Hartmann6": Problem(lambda: Hartmann().double(), 60, False, ("failed", "ours")),
+    "Gramacy": Problem(lambda: ConstrainedGramacy().double(), 30, True, tuple(WAYS)),
+    "ConstrainedHartmann6": Problem(
+        lambda: ConstrainedHartmann().double(), 40, True, ("failed", "ours")
+    ),
 }
 NUM_INITIAL = 5
+INITIAL_NODES = ("CenterOfSearchSpace", "Sobol")
+
+#: Trials that there are when the cost of the next ones is measured, and how many of these.
+SIZES, STEPS = (50, 100, 200, 300), 6
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
-    """All ways on each problem, for each seed; two on the long experiment."""
+    """All ways on each problem, for each seed; the cost of a trial; a long experiment."""
     quick = options.quick
     seeds = options.repeats or (1 if quick else 5)
     work = []
@@ -57,69 +66,116 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         for name, problem in PROBLEMS.items():
             if quick and name != "Gramacy":
                 continue
-            ways = WAYS if problem.fails else {"failed": "", "ours": ""}
-            trials = 8 if quick else problem.trials
+            trials = 7 if quick else problem.trials
             work += [
                 Unit(f"regret/{name}/{way}/seed{seed}", partial(measure, name, way, seed, trials))
-                for way in ways
+                for way in problem.ways
             ]
-    long = 12 if quick else 300
-    for seed in range(1 if quick else 2):
+    work += [
+        Unit(f"cost/{size}/{way}", partial(measure_cost, size, way, 2 if quick else STEPS))
+        for size in ((10,) if quick else SIZES)
+        for way in ("failed", "ours")
+    ]
+    if not quick:
         work += [
-            Unit(f"long/Hartmann6/{way}/seed{seed}", partial(measure, "Hartmann6", way, seed, long))
+            Unit(f"long/Hartmann6/{way}/seed0", partial(measure, "Hartmann6", way, 0, 300))
             for way in ("failed", "ours")
         ]
-    return {"quick": quick, "initial": NUM_INITIAL, "long": long}, work
+    return {"quick": quick, "initial": NUM_INITIAL, "steps": STEPS}, work
 
 
-def measure(name: str, way: str, seed: int, trials: int) -> dict[str, Any]:
-    """Values by trial (``None`` where it failed), and seconds for each ``get_next_trials``."""
+def make_client(name: str, way: str, seed: int) -> Any:
+    """A client with an experiment and a generation strategy."""
     from ax.api.client import Client
     from ax.api.configs import RangeParameterConfig
 
     import seqgp.ax
 
-    problem = PROBLEMS[name].make()
     client = Client(random_seed=seed)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     client.configure_experiment(
         [
             RangeParameterConfig(
                 name=f"x{i}", parameter_type="float", bounds=(float(lower), float(upper))
             )
-            for i, (lower, upper) in enumerate(problem.bounds.T)
+            for i, (lower, upper) in enumerate(PROBLEMS[name].make().bounds.T)
         ]
     )
     client.configure_optimization(objective="-y")
     if way == "ours":
-        client.set_generation_strategy(
-            seqgp.ax.generation_strategy(num_initial=NUM_INITIAL, seed=seed)
-        )
+        strategy = seqgp.ax.generation_strategy(num_initial=NUM_INITIAL, seed=seed)
+        client.set_generation_strategy(strategy)
     else:
         client.configure_generation_strategy(
             initialization_budget=NUM_INITIAL, initialization_random_seed=seed
         )
+    return client
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the messages that Ax logs at each trial."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(disabled)
+
+
+def timed_next(client: Any) -> tuple[int, Tensor, float, float]:
+    """The next trial: its index, its input ``1 x d``, wall and processor seconds."""
+    start = time.perf_counter(), time.process_time()
+    (index, parameters), *_ = client.get_next_trials(max_trials=1).items()
+    wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+    x = torch.tensor([list(parameters.values())], dtype=torch.double)
+    return index, x, round(wall, 4), round(cpu, 4)
+
+
+def measure(name: str, way: str, seed: int, trials: int) -> dict[str, Any]:
+    """Values by trial (``None`` where it failed), and seconds for each ``get_next_trials``."""
+    problem = PROBLEMS[name].make()
     values: list[float | None] = []
     wall, cpu = [], []
     penalised: list[int] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
+        client = make_client(name, way, seed)
         while len(values) < trials:
-            start = time.perf_counter(), time.process_time()
-            (index, parameters), *_ = client.get_next_trials(max_trials=1).items()
-            wall.append(time.perf_counter() - start[0])
-            cpu.append(time.process_time() - start[1])
-            x = torch.tensor([list(parameters.values())], dtype=torch.double)
+            index, x, *seconds = timed_next(client)
+            wall.append(seconds[0])
+            cpu.append(seconds[1])
             valid = not PROBLEMS[name].fails or bool(problem.is_feasible(x))
             values.append(float(problem(x)) if valid else None)
             tell(client, index, values, valid, way, penalised)
-    logging.disable(disabled)
-    return {
-        "values": values,
-        "wall": [round(seconds, 4) for seconds in wall],
-        "cpu": [round(seconds, 4) for seconds in cpu],
-    }
+    return {"values": values, "wall": wall, "cpu": cpu}
+
+
+def measure_cost(size: int, way: str, steps: int) -> dict[str, Any]:
+    """Seconds for the next trials of an experiment that has some already.
+
+    Half of them are quasi-random, half around the optimum, as in an experiment that has come far.
+    The first is left out: both fit a model from scratch for it. What ours spends on fits from
+    scratch, whenever data have grown by a fifth, is part of the long experiment's times.
+    """
+    problem = PROBLEMS["Hartmann6"].make()
+    generator = torch.Generator().manual_seed(0)
+    X = SobolEngine(6, scramble=True, seed=0).draw(size).double()
+    near = problem.optimizers[0] + 0.1 * torch.randn(size, 6, generator=generator)
+    X[size // 2 :] = near[size // 2 :].clamp(0, 1)
+    wall, cpu = [], []
+    with quietly():
+        client = make_client("Hartmann6", way, 0)
+        for x in X:
+            index = client.attach_trial({f"x{i}": float(value) for i, value in enumerate(x)})
+            client.complete_trial(index, raw_data={"y": float(problem(x))})
+        while client._generation_strategy.current_node_name in INITIAL_NODES:
+            index, x, *_ = timed_next(client)
+            client.complete_trial(index, raw_data={"y": float(problem(x))})
+        for _ in range(steps):
+            index, x, *seconds = timed_next(client)
+            client.complete_trial(index, raw_data={"y": float(problem(x))})
+            wall.append(seconds[0])
+            cpu.append(seconds[1])
+    return {"wall": wall, "cpu": cpu}
 
 
 def tell(
@@ -183,31 +239,35 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
 
 
 def render_times(units: dict[str, dict[str, Any]]) -> list[str]:
-    """Seconds for each ``get_next_trials``, mean over stretches of the long experiment."""
+    """Seconds for each ``get_next_trials``."""
     lines = [
-        "| trials | | seeds | wall seconds a trial | processor seconds a trial "
-        "| regret, median |",
-        "|---|---|---|---|---|---|",
+        "| trials so far | | wall seconds a trial, median | processor seconds a trial, median |",
+        "|---|---|---|---|",
     ]
+    for key, unit in units.items():
+        if not key.startswith("cost/"):
+            continue
+        _, size, way = key.split("/")
+        wall, cpu = (statistics.median(unit[clock]) for clock in ("wall", "cpu"))
+        lines.append(f"| {size} | {WAYS[way].split(',')[0]} | {wall:.2f} | {cpu:.2f} |")
     long = {way: _rows(units, f"long/Hartmann6/{way}/") for way in ("failed", "ours")}
-    lengths = [len(row["wall"]) for rows in long.values() for row in rows]
-    if not lengths:
-        return []
-    total = min(lengths)
-    step = max(total // 6, 1)
-    for end in range(step, total + 1, step):
+    if not any(long.values()):
+        return lines
+    lines += [
+        "",
+        "| a long experiment, trials | | seeds | processor seconds a trial, mean | regret, median |",
+        "|---|---|---|---|---|",
+    ]
+    for end in (50, 100, 150, 200, 250, 300):
         for way, rows in long.items():
             if not rows:
                 continue
-            part = slice(end - step, end)
-            wall = statistics.mean(statistics.mean(row["wall"][part]) for row in rows)
-            cpu = statistics.mean(statistics.mean(row["cpu"][part]) for row in rows)
-            final = [float(regret("Hartmann6", row["values"])[end - 1]) for row in rows]
-            label = WAYS[way].split(",")[0]
-            lines.append(
-                f"| {end - step + 1}-{end} | {label} | {len(rows)} | {wall:.2f} | {cpu:.2f} "
-                f"| {statistics.median(final):.4f} |"
+            cpu = statistics.mean(statistics.mean(row["cpu"][end - 50 : end]) for row in rows)
+            last = statistics.median(
+                float(regret("Hartmann6", row["values"])[end - 1]) for row in rows
             )
+            label = WAYS[way].split(",")[0]
+            lines.append(f"| {end - 49}-{end} | {label} | {len(rows)} | {cpu:.2f} | {last:.4f} |")
     return lines
 
 
@@ -235,19 +295,22 @@ def plot(
             x = range(1, runs.shape[1] + 1)
             for run in runs.clamp_min(1e-5):
                 axis.semilogy(x, run, color=colour, alpha=0.2, linewidth=0.7)
-            axis.semilogy(
-                x, runs.nanmedian(0).values.clamp_min(1e-5), color=colour, label=label
-            )
+            axis.semilogy(x, runs.nanmedian(0).values.clamp_min(1e-5), color=colour, label=label)
         axis.set(xlabel="trials", ylabel="regret of the best valid value", title=name)
         axis.legend(frameon=False, fontsize=7)
     for way, colour in (("failed", "C1"), ("ours", "C3")):
+        label = WAYS[way].split(",")[0]
+        points = {
+            int(key.split("/")[1]): statistics.median(unit["cpu"])
+            for key, unit in units.items()
+            if key.startswith("cost/") and key.endswith(way)
+        }
+        axes[-1].plot(*zip(*sorted(points.items()), strict=True), "o-", color=colour, label=label)
         for row in _rows(units, f"long/Hartmann6/{way}/"):
-            label = WAYS[way].split(",")[0]
-            axes[-1].plot(row["cpu"], ".", markersize=2, color=colour, label=label)
-    axes[-1].set(xlabel="trials", ylabel="processor seconds a trial", title="Hartmann6")
-    handles, labels = axes[-1].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes[-1].legend(unique.values(), unique.keys(), frameon=False, markerscale=5)
+            axes[-1].plot(row["cpu"], ".", markersize=2, color=colour)
+    axes[-1].set(xlabel="trials", ylabel="processor seconds a trial", title="Hartmann6, cost")
+    axes[-1].set_ylim(bottom=0)
+    axes[-1].legend(frameon=False)
     path = directory / "ax.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)

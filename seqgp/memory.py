@@ -57,6 +57,12 @@ class MemoryOptions:
             for no limit. With a limit, old ones are only given up if the capacity demands it.
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
         seed: Seed of the draws.
+        replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
+            observation that is not Gaussian keeps the site that it had, which says little about
+            classes that nobody had seen by then. With 0 (the default) that has to do. With 1 the
+            summary does not count; instead every remembered observation counts for all those that
+            it was drawn from, by the inverse of the probability of being kept. In between, each
+            counts in part.
 
     Example:
         >>> import torch
@@ -74,11 +80,14 @@ class MemoryOptions:
     per_update: int | None = None
     policy: str | Policy = "leverage"
     seed: int = 0
+    replay: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in {*POLICIES, "none"}:
             names = ", ".join(map(repr, [*POLICIES, "none"]))
             raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
+        if not 0 <= self.replay <= 1:
+            raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         for name in ("capacity", "per_update"):
             value = getattr(self, name)
             if value is not None and value < 0:

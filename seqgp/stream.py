@@ -27,7 +27,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
-from seqgp.dual.sites import precision_floor
+from seqgp.dual.sites import is_conjugate, precision_floor
 from seqgp.fit import clamp_to_bounds, turning_back
 from seqgp.inducing import choose_inducing_points
 from seqgp.memory import MemoryOptions
@@ -101,6 +101,7 @@ class StreamMixin:
         inducing: str | None = None,
         max_inducing: int | None = None,
         discount: float = 1.0,
+        site_steps: int | None = None,
         **arguments: Any,
     ) -> UpdateRecord:
         """Learn from the next batch of a stream, in place and at constant cost.
@@ -133,6 +134,9 @@ class StreamMixin:
             max_inducing: Their largest number if they are adapted; by default what the model was
                 built with, or would have been had there been enough inputs.
             discount: Factor for what the summary held before, for streams that drift.
+            site_steps: The largest number of passes over the data that each convergence of the
+                sites may take. By default as many as it takes, up to 100; thousands of observations
+                of many classes can do with 10.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
 
         Returns:
@@ -185,8 +189,14 @@ class StreamMixin:
             memory = MemoryOptions(capacity=memory)
         elif not isinstance(memory, MemoryOptions):
             raise TypeError(f"memory: expected MemoryOptions or a number, got {memory!r}.")
+        if memory.replay and (mode == "paper" or is_conjugate(self.likelihood)):
+            raise ValueError(
+                "replay: the paper's rule knows none, and Gaussian observations need none: their "
+                "sites stay exact; pass MemoryOptions(replay=0)."
+            )
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
+            self.variational_strategy.summary_share = 1 - memory.replay
             density = self.log_predictive_density(X, targets, **arguments)
             stands_for = self._stands_for() if learn else None
             self._extend(X, targets, arguments)
@@ -201,22 +211,28 @@ class StreamMixin:
             else:
                 taken = 0
                 if learn:
-                    taken = self._learn(optimizer, steps, tol, learning_rate, learns_Z, stands_for)
-                self.refresh()
+                    taken = self._learn(
+                        optimizer, steps, tol, learning_rate, learns_Z, stands_for, site_steps
+                    )
+                self.refresh(max_steps=site_steps)
             sites, leverage = self._sites_and_leverage()
+            if mode != "paper":
+                weights = self._replay_weights()
+                start = sites if weights is None else Sites(*(weights * each for each in sites))
+                with torch.no_grad():
+                    bound, _ = self.bound(start, max_steps=site_steps)
             kept = memory.choose(leverage, num_new, self.num_updates)
             inclusion = memory.inclusion_of(leverage, num_new)
             self.memory_weights = self.memory_weights / inclusion
             if mode == "paper":
                 remember(self, kept)
             else:
-                with torch.no_grad():
-                    bound, _ = self.bound(sites)
                 self._fold_all_but(kept, sites, discount)
                 # What is folded keeps its sites, so the posterior stays, unless old data fade or
-                # sites of negative precision, which cannot be folded, have been cut off.
-                if discount != 1 or precision_floor(self.likelihood) is None:
-                    self.refresh()
+                # sites of negative precision, which cannot be folded, have been cut off, or the
+                # memory counts for what has been folded.
+                if discount != 1 or memory.replay or precision_floor(self.likelihood) is None:
+                    self.refresh(max_steps=site_steps)
             self.stream_mode = mode
             self.num_updates += 1
             self.num_seen += num_new
@@ -424,6 +440,7 @@ class StreamMixin:
         learning_rate: float,
         learn_inducing: bool,
         stands_for: Tensor | None,
+        site_steps: int | None,
     ) -> int:
         """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
@@ -441,7 +458,7 @@ class StreamMixin:
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
             site_tol = 1e-3 if optimizer == "adam" else 1e-5
-            bound, sites = self.bound(sites, site_tol, stands_for)
+            bound, sites = self.bound(sites, site_tol, stands_for, site_steps)
             return -mll.with_priors(bound, 1).sum()
 
         def forget_sites() -> None:
@@ -470,6 +487,11 @@ class StreamMixin:
         self.train(training)
         return taken
 
+    def _replay_weights(self: Any) -> Tensor | None:
+        """How often each observation at hand counts (`MemoryOptions.replay`); ``None`` for once."""
+        share = self.variational_strategy.summary_share
+        return None if share == 1 else 1 + (1 - share) * (self.memory_weights - 1)
+
     def _stands_for(self: Any) -> Tensor | None:
         """For how much of the summary each remembered observation stands.
 
@@ -478,7 +500,7 @@ class StreamMixin:
         """
         if not self.num_data or not bool((self.memory_weights > 1).any()):
             return None
-        others = self.memory_weights - 1
+        others = (self.memory_weights - 1) * self.variational_strategy.summary_share
         if summary_noise(self.likelihood) is not None:
             return others
         sites, _ = self._sites_and_leverage()
@@ -549,6 +571,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
     training, weights = model.training, model.memory_weights
     counts = model.num_updates, model.num_seen, model.stream_mode
+    share = model.variational_strategy.summary_share
     try:
         yield
     except BaseException:
@@ -561,6 +584,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
         model.train_inputs, model.train_targets, model.likelihood_arguments = data
         model.memory_weights = weights
         model.num_updates, model.num_seen, model.stream_mode = counts
+        model.variational_strategy.summary_share = share
         model.variational_strategy._clear_cache()
         model.train(training)
         raise

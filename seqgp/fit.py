@@ -105,7 +105,7 @@ def _fit_full_batch(
         # Inducing points at all inputs are optimal already.
         if not (name.endswith("inducing_points") and model.inducing_points_cover_data)
     }
-    bar = progress_bar(desc="fit", unit=" evaluations", disable=not progress)
+    bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
 
     sites = None
 
@@ -204,7 +204,9 @@ def _fit_minibatches(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)
-    with progress_bar(total=steps, desc="fit", unit=" steps", disable=not progress) as bar:
+    with progress_bar(
+        total=steps, desc="fit", unit=" steps", disable=None if progress else True
+    ) as bar:
         for _ in range(epochs):
             order = torch.randperm(n, generator=generator, device="cpu").to(X.device)
             for index in order.split(batch_size):

@@ -22,6 +22,7 @@ from torch.quasirandom import SobolEngine
 from seqgp.acquisition.fantasies import (
     SEPARATION,
     Fantasy,
+    check_options,
     fantasy_batch,
     valid_improvement,
 )
@@ -34,7 +35,7 @@ from seqgp.validation import check_inputs
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
 
-_VERSION = 1
+_VERSION = 2
 
 
 class BatchOptimizer:
@@ -111,6 +112,11 @@ class BatchOptimizer:
             raise ValueError(f"incumbent: expected observed or mean, got {incumbent!r}.")
         if refit_every < 1:
             raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
+        if num_initial is not None and num_initial < 0:
+            raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
+        optimizer = options.get("optimizer")
+        others = {name: value for name, value in options.items() if name != "optimizer"}
+        check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others)
         d = bounds.shape[-1]
         self.bounds = bounds.detach().clone()
         self.maximize, self.seed = maximize, seed
@@ -143,12 +149,12 @@ class BatchOptimizer:
         """
         if q < 1:
             raise ValueError(f"q: expected at least one point, got {q}.")
-        pending = 0
+        known = self.X
         if X_pending is not None:
             self._check_X(X_pending, "X_pending")
-            pending = len(X_pending)
+            known = torch.cat([known, X_pending.detach()])
         if len(self.X) < max(self.num_initial, 1):
-            return self._initial_points(len(self.X) + pending, q)
+            return self._initial_points(known, q)
         objective, validity = self.objective_model, self.validity_model
         if objective is not None and not self.valid.any():
             validity = None  # nothing is known of it but that it is not where all others are
@@ -191,7 +197,7 @@ class BatchOptimizer:
         valid = torch.as_tensor(valid, device=self.bounds.device).detach()
         if valid.numel() != len(X):
             raise ValueError(f"valid: expected {len(X)} labels, got shape {tuple(valid.shape)}.")
-        if valid.is_floating_point() and not ((valid == 0) | (valid == 1)).all():
+        if not ((valid == 0) | (valid == 1)).all():
             raise ValueError("valid: expected labels, 1 or true for valid and 0 or false for not.")
         valid = valid.reshape(-1).bool()
         if not Y[valid].isfinite().all():
@@ -278,6 +284,8 @@ class BatchOptimizer:
         """
         return {
             "version": _VERSION,
+            "bounds": self.bounds.clone(),
+            "maximize": self.maximize,
             "X": self.X.clone(),
             "Y": self.Y.clone(),
             "valid": self.valid.clone(),
@@ -296,6 +304,14 @@ class BatchOptimizer:
                 f"state: expected version {_VERSION}, got {state.get('version')}: it was saved by "
                 "another version of seqgp."
             )
+        for name in ("bounds", "maximize"):
+            saved, own = state[name], getattr(self, name)
+            before, now = (torch.as_tensor(value).to(self.bounds) for value in (saved, own))
+            if not torch.equal(before, now):
+                raise ValueError(
+                    f"state: it was saved with {name} = {saved}, this optimiser has {own}; build "
+                    "it with the same options."
+                )
         self._check_X(state["X"].to(self.bounds), "state['X']")
         X, Y = state["X"].to(self.bounds), state["Y"].to(self.bounds)
         valid = state["valid"].to(self.bounds.device)
@@ -352,6 +368,9 @@ class BatchOptimizer:
         return SequentialGP(
             X,
             Y,
+            # BoTorch's default, but given: values that are all the same cannot be standardised,
+            # and that is nothing to warn of here.
+            covar_module=get_covar_module_with_dim_scaled_prior(X.shape[-1]).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
             outcome_transform=Standardize(1),
         )
@@ -374,10 +393,19 @@ class BatchOptimizer:
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
         )
 
+    def _initial_points(self, known: Tensor, q: int) -> Tensor:
+        """The first points of a quasi-random sequence that are not among those that are known."""
+        X = self._sequence(len(known) + q)
+        span = (self.bounds[1] - self.bounds[0]).clamp_min(torch.finfo(X.dtype).tiny)
+        apart = ((X.unsqueeze(1) - known).abs() / span > 1e-6).any(-1).all(-1)
+        new = X[apart][:q]
+        # Of a discrete space all may be known: then some are repeated.
+        return new if len(new) == q else X[-q:]
+
     @torch.no_grad()
-    def _initial_points(self, start: int, q: int) -> Tensor:
-        """Points ``start`` to ``start + q`` of a quasi-random sequence, as the options allow."""
-        options, d, n = self.options, self.bounds.shape[-1], start + q
+    def _sequence(self, n: int) -> Tensor:
+        """The first ``n`` points of a quasi-random sequence, as the options allow."""
+        options, d = self.options, self.bounds.shape[-1]
         constraints = {
             name: options[name]
             for name in ("inequality_constraints", "equality_constraints")
@@ -387,7 +415,7 @@ class BatchOptimizer:
         if "choices" in options:
             choices = options["choices"]
             order = torch.randperm(len(choices), generator=generator, device="cpu")
-            chosen = order[torch.arange(start, n, device="cpu") % len(choices)]
+            chosen = order[torch.arange(n, device="cpu") % len(choices)]
             return choices[chosen.to(choices.device)].to(self.bounds)
         fixed = dict(options.get("fixed_features") or {})
         if constraints:
@@ -419,7 +447,7 @@ class BatchOptimizer:
                 X[:, index] = levels.to(X)[(draw * len(levels)).long().clamp_max(len(levels) - 1)]
         if options.get("post_processing_func"):
             X = options["post_processing_func"](X)
-        return X[start:]
+        return X
 
 
 class _Learner:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from seqgp.observations import arguments_held_by
 from seqgp.posteriors import ObservationPosterior
 from seqgp.stream import StreamMixin
 from seqgp.subset import select_outputs
-from seqgp.validation import check_inputs, check_targets, check_Y
+from seqgp.validation import check_arguments, check_inputs, check_targets, check_Y
 from seqgp.variational import DualVariationalStrategy
 
 #: Inducing points by default: all inputs, up to this many.
@@ -54,6 +55,7 @@ MAX_INDUCING = 100
 
 #: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
 _CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
+_POSTERIOR_OPTIONS = ("output_indices", "observation_noise", "posterior_transform")
 
 
 class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
@@ -166,6 +168,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         module_shape = aug_batch_shape
         if latents is not None and batch_shape:
             module_shape = torch.Size([*batch_shape, 1])
+        check_arguments(likelihood, arguments, needed=train_X.shape[-2] > 0)
         check_targets(Y, X.unsqueeze(-3) if m > 1 else X, likelihood, name="train_Y", **arguments)
         if covar_module is None:
             if has_closed_form(likelihood):  # which no missing target is
@@ -191,9 +194,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.mean_module = (
             ConstantMean(batch_shape=module_shape) if mean_module is None else mean_module
         )
-        self.train_inputs = (train_X,)
-        self.train_targets = Y
-        self.likelihood_arguments = arguments
+        # Copies: what the caller does to the data later is no business of the model.
+        self.train_inputs = (train_X.clone(),)
+        self.train_targets = Y.clone()
+        self.likelihood_arguments = {key: value.clone() for key, value in arguments.items()}
         if input_transform is not None:
             # Frozen: Z and the past live in the transformed space.
             for transform in input_transform.modules():
@@ -329,6 +333,9 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(((probability > 0.5) == (latent.mean > 0)).all())
             True
         """
+        check_arguments(
+            self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
+        )
         if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
             return self.subset_output(output_indices).posterior(
                 X,
@@ -632,6 +639,32 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         model = copy.deepcopy(self)
         select_outputs(model, idcs)
         return model
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load hyperparameters and posterior; a ``state_dict`` holds no data, and so no memory.
+
+        To stop a stream and go on later, use `seqgp.save` and `seqgp.load`.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+            strict: Whether its keys have to be those of this model.
+            args: As for BoTorch's models (``keep_transforms``).
+            kwargs: The same.
+        """
+        strategy = self.variational_strategy
+        folded = state_dict.get("variational_strategy.summary_count")
+        if folded is not None and self.num_data:
+            own = strategy.summary_count
+            if folded.shape != own.shape or not torch.equal(folded.to(own), own):
+                warnings.warn(
+                    "The state is that of a stream, and this model holds other data than that "
+                    "stream did: an update would learn these again. To go on with a stream, use "
+                    "seqgp.save and seqgp.load.",
+                    stacklevel=2,
+                )
+        return super().load_state_dict(state_dict, strict, *args, **kwargs)
 
     def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
         # For `load_state_dict`, which transforms them anew.

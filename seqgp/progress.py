@@ -32,13 +32,16 @@ class _NoBar:
 
 
 def progress_bar(
-    iterable: Iterable[Any] | None = None, disable: bool | None = False, **kwargs: Any
+    iterable: Iterable[Any] | None = None, disable: bool | None = None, **kwargs: Any
 ) -> Any:
     """A `tqdm` progress bar, or none without `tqdm`.
 
+    The environment variable ``TQDM_DISABLE=1`` silences all of them.
+
     Args:
         iterable: What to iterate over.
-        disable: ``True`` for no bar, ``None`` for one on terminals only.
+        disable: ``True`` for no bar, ``None`` for one on terminals only, ``False`` for one in any
+            case.
         kwargs: Options of `tqdm` (``desc``, ``total``, ``unit``, ...).
     """
     if disable is not True:

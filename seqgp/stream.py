@@ -7,6 +7,7 @@ summary, learns hyperparameters, chooses what to remember and folds the rest.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from seqgp.objectives import DualELBO
 from seqgp.observations import Observations
 from seqgp.paper import paper_step, remember
 from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs, check_targets, check_Y
+from seqgp.validation import check_arguments, check_inputs, check_targets, check_Y
 
 
 class Remembered(NamedTuple):
@@ -269,6 +270,18 @@ class StreamMixin:
 
         Returns:
             The records of all updates.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import BernoulliLikelihood
+            >>> from seqgp import SequentialGP
+            >>> X = torch.rand(90, 2, dtype=torch.double)
+            >>> Y = (X.sum(-1, keepdim=True) > 1).to(X)
+            >>> model = SequentialGP(X[:30], Y[:30], likelihood=BernoulliLikelihood())
+            >>> batches = zip(X[30:].split(30), Y[30:].split(30))
+            >>> records = model.update_stream(batches, memory=20, steps=3)
+            >>> [record.num_memory for record in records]
+            [20, 20]
         """
         records = []
         bar = progress_bar(
@@ -292,11 +305,26 @@ class StreamMixin:
         hyperparameters and inducing points are those that they were folded with, an approximation
         for all others, since what was folded with or after them keeps the sites that it had.
 
+        A summary is a sum, and cannot tell what it is a sum of. An observation that was never
+        learnt is only noticed, and refused, where the posterior knows too little to have learnt it;
+        amid many others it would be taken out of these. Forget only what you know to have been
+        learnt.
+
         Args:
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
             arguments: Per-point arguments of the likelihood.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> Y = 2**0.5 * torch.sin(6.3 * X)
+            >>> model, other = SequentialGP(X, Y), SequentialGP(X[1:], Y[1:], inducing_points=X)
+            >>> model.forget(X[:1], Y[:1])
+            >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
+            True
         """
         X, targets, arguments = self._check_observations(X, Y, noise, arguments)
         with _restored_on_error(self):
@@ -377,6 +405,8 @@ class StreamMixin:
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
         check_Y(X, Y, "X", "Y")
+        options = inspect.signature(StreamMixin.update).parameters
+        check_arguments(self.likelihood, arguments, options, needed=len(X) > 0)
         dtype = self.train_inputs[0].dtype
         X, Y = X.to(dtype), Y.to(dtype)
         with torch.no_grad():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -68,6 +71,60 @@ def check_step_size(rho: float) -> None:
     """Raise unless ``rho`` is a step size in (0, 1]."""
     if not 0 < rho <= 1:
         raise ValueError(f"rho: expected a step size in (0, 1], got {rho}.")
+
+
+def check_arguments(
+    likelihood: Likelihood,
+    given: Iterable[str],
+    options: Collection[str] = (),
+    needed: bool = True,
+) -> None:
+    """Raise a `TypeError` for arguments that are neither options nor the likelihood's.
+
+    Args:
+        likelihood: The likelihood.
+        given: Names of arguments that are taken for per-point arguments of the likelihood.
+        options: What else could have been meant.
+        needed: Whether those that the likelihood cannot do without have to be there.
+    """
+    known, required = _arguments_of(likelihood)
+    given, kind = list(given), type(likelihood).__name__
+    for name in given:
+        if known is not None and name not in known:
+            near = difflib.get_close_matches(name, [*options, *known], n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            knows = f"which knows {', '.join(sorted(known))}" if known else "which has none"
+            raise TypeError(
+                f"{name}: neither an option here nor a per-point argument of {kind}, {knows}{hint}"
+            )
+    for name in required if needed else ():
+        if name not in given:
+            raise TypeError(
+                f"{name}: {kind} needs it for each observation; pass {name}=, a tensor of shape "
+                "... x n."
+            )
+
+
+def _arguments_of(likelihood: Likelihood) -> tuple[set[str] | None, set[str]]:
+    """Names of the per-point arguments that a likelihood knows, and of those that it needs.
+
+    They are the named arguments of its methods. ``None`` for one that does not name them.
+    """
+    known, required = ({"noise"} if is_conjugate(likelihood) else set()), set()
+    leading = {"forward": 1, "marginal": 1, "expected_log_prob": 2, "log_marginal": 2}
+    anything = False
+    for method, skipped in leading.items():
+        function = inspect.unwrap(getattr(type(likelihood), method))
+        root = function.__module__.partition(".")[0]
+        parameters = list(inspect.signature(function).parameters.values())[1 + skipped :]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        known |= {p.name for p in named}
+        required |= {p.name for p in named if p.default is p.empty}
+        if root not in ("gpytorch", "seqgp", "torch") and not named:
+            anything |= any(p.kind == p.VAR_KEYWORD for p in parameters)
+    if anything and not known:
+        return None, required
+    return known, required
 
 
 def check_targets(
@@ -142,7 +199,16 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
         support = constraints.boolean
     else:
         latent = torch.zeros_like(targets, dtype=torch.get_default_dtype())
-        support = likelihood.forward(latent, **kwargs).support
+        try:
+            support = likelihood.forward(latent, **kwargs).support
+        except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            shapes = [f"{k} {tuple(getattr(v, 'shape', ()))}" for k, v in kwargs.items()]
+            raise ValueError(
+                f"likelihood: {type(likelihood).__name__}.forward failed for latent values of "
+                f"shape {tuple(latent.shape)} and {', '.join(shapes) or 'no arguments'}: {error} "
+                "It has to return a distribution of observations; per-point arguments have an "
+                "element for each observation."
+            ) from error
     allowed = support.check(targets)
     if isinstance(likelihood, BetaLikelihood):  # the density at 0 and 1 is zero or infinite
         allowed = allowed & (targets > 0) & (targets < 1)

@@ -62,6 +62,7 @@ from seqgp.linear_operators import PosteriorCovariance
 from seqgp.observations import Observations, arguments_held_by
 from seqgp.prior import joint_prior
 from seqgp.validation import (
+    check_arguments,
     check_inducing_points,
     check_inputs,
     check_step_size,
@@ -72,6 +73,9 @@ from seqgp.validation import (
 #: chunks together before they are computed anew at each pass over the data.
 CHUNK_ELEMENTS = 2**19
 KEEP_ELEMENTS = 2**25
+
+#: Options of methods whose other arguments are per point, for errors.
+_OPTIONS = ("likelihood", "rho", "num_data", "add", "tol", "max_steps", "fixed_inducing")
 
 
 class _Observed(NamedTuple):
@@ -718,6 +722,7 @@ class DualVariationalStrategy(DualState):
             )
         check_inputs(inputs, self.inducing_points.shape[-1])
         arguments = {k: v for k, v in arguments.items() if v is not None}
+        check_arguments(likelihood, arguments, _OPTIONS, needed=inputs.shape[-2] > 0)
         arguments = arguments_held_by(likelihood, inputs.shape[-2], arguments) | arguments
         check_targets(targets, inputs, likelihood, **arguments)
         if isinstance(arguments.get("noise"), Tensor):  # as GPyTorch does: not quite zero

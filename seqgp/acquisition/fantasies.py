@@ -7,6 +7,7 @@ pending points or of likelihoods.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from botorch.optim import (
     optimize_acqf_mixed,
     optimize_acqf_mixed_alternating,
 )
+from botorch.optim.initializers import gen_batch_initial_conditions
 from botorch.sampling.normal import IIDNormalSampler
 from torch import Tensor
 
@@ -96,6 +98,7 @@ def fantasy_batch(
     optimizer: Callable[..., Any] | None = None,
     seed: int | None = None,
     progress: bool = False,
+    arguments: Sequence[dict[str, float] | None] | None = None,
     **options: Any,
 ) -> FantasyBatch:
     """Propose a batch, point by point, each knowing of the ones before by their fantasies.
@@ -120,6 +123,8 @@ def fantasy_batch(
             one of BoTorch's relatives of it which knows that option.
         seed: Of outcomes that are drawn.
         progress: Whether to show a progress bar (only on a terminal).
+        arguments: For each model, per-point arguments of its likelihood for imagined observations,
+            as numbers (``{"total_count": 10}``); for a `SequentialGP` whose likelihood needs them.
         options: All options of the optimiser: ``num_restarts``, ``raw_samples``,
             ``inequality_constraints``, ``fixed_features``, ``timeout_sec``, ... By default 10
             restarts from 512 samples. Points are proposed one at a time, so constraints are those
@@ -144,14 +149,17 @@ def fantasy_batch(
         >>> batch.X.shape
         torch.Size([3, 1])
     """
+    if not models:
+        raise ValueError("models: expected at least one.")
     ways = _one_each(fantasy, models)
-    _check(models, bounds, q, X_pending, X_avoid, separation, options)
+    check_options(bounds, q, ways, X_pending, X_avoid, separation, optimizer, options)
     optimize = _with_defaults(_find_optimizer(optimizer, options), bounds, options)
     models = list(models)
+    given = _arguments_of(models, arguments)
     X = bounds.new_empty(0, bounds.shape[-1]) if X_pending is None else X_pending.detach()
     fantasies = Fantasies(bounds.new_empty(0, bounds.shape[-1]), (None,) * len(models))
     if len(X):
-        models, fantasies = _imagine(models, fantasies, X, ways, seed)
+        models, fantasies = _imagine(models, fantasies, X, ways, seed, given)
     if X_avoid is not None:
         X = torch.cat([X_avoid.detach().to(X), X])
     proposed, values = bounds.new_empty(0, bounds.shape[-1]), []
@@ -175,13 +183,17 @@ def fantasy_batch(
         values.append(found[best])
         if k < q - 1:
             step = None if seed is None else seed + k + 1
-            models, fantasies = _imagine(models, fantasies, candidate, ways, step)
+            models, fantasies = _imagine(models, fantasies, candidate, ways, step, given)
     return FantasyBatch(proposed, torch.stack(values), fantasies)
 
 
 @torch.no_grad()
 def fantasy_outcome(
-    model: Model, X: Tensor, fantasy: Fantasy = "mean", seed: int | None = None
+    model: Model,
+    X: Tensor,
+    fantasy: Fantasy = "mean",
+    seed: int | None = None,
+    **arguments: Tensor,
 ) -> Tensor | None:
     """What the outcome of points is imagined to be: always a possible observation.
 
@@ -202,6 +214,7 @@ def fantasy_outcome(
             * ``None``: the model is left alone.
             * a function of model and inputs, which returns ``k x m`` outcomes or ``None``.
         seed: Of samples.
+        arguments: Per-point arguments of the likelihood, ``k`` each, of a `SequentialGP`.
 
     Returns:
         ``k x m`` outcomes, or ``None`` if the model is not to be conditioned.
@@ -221,15 +234,13 @@ def fantasy_outcome(
         return None
     if callable(fantasy):
         return fantasy(model, X)
-    if fantasy not in FANTASIES:
-        names = ", ".join(map(repr, FANTASIES))
-        raise ValueError(f"fantasy: expected one of {names}, None or a function, got {fantasy!r}.")
+    _check_fantasy(fantasy)
     if fantasy == "sample":
-        posterior = model.posterior(X, observation_noise=True)
+        posterior = _noisy(model, X, arguments)
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu"))
         return IIDNormalSampler(torch.Size([1]), seed=seed)(posterior).squeeze(0)
-    observations = model.posterior(X, observation_noise=True)
+    observations = _noisy(model, X, arguments)
     if isinstance(observations, ObservationPosterior):
         if fantasy == "believer":
             return None
@@ -339,19 +350,26 @@ class _Separated(AcquisitionFunction):
         return (1 - distance / self.radius).clamp_min(0)
 
 
+def _noisy(model: Any, X: Tensor, arguments: dict[str, Tensor]) -> Any:
+    """The posterior over observations."""
+    return model.posterior(X, observation_noise=True, **arguments)
+
+
 def _imagine(
     models: list[Model],
     fantasies: Fantasies,
     X: Tensor,
     ways: Sequence[Fantasy],
     seed: int | None,
+    arguments: Sequence[dict[str, float]],
 ) -> tuple[list[Model], Fantasies]:
     """All models conditioned on fantasies at ``k x d`` further points."""
     conditioned, outcomes = [], []
     for k, (model, way, old) in enumerate(zip(models, ways, fantasies.Y, strict=True)):
-        Y = fantasy_outcome(model, X, way, None if seed is None else seed + 7919 * k)
+        given = {name: X.new_full((len(X),), value) for name, value in arguments[k].items()}
+        Y = fantasy_outcome(model, X, way, None if seed is None else seed + 7919 * k, **given)
         if Y is not None:
-            model = _condition(model, X, Y)
+            model = _condition(model, X, Y, given)
         conditioned.append(model)
         outcomes.append(_append(old, Y, len(fantasies.X), len(X)))
     return conditioned, Fantasies(torch.cat([fantasies.X, X]), tuple(outcomes))
@@ -370,11 +388,11 @@ def _append(old: Tensor | None, new: Tensor | None, num_old: int, num_new: int) 
 
 
 @torch.no_grad()
-def _condition(model: Model, X: Tensor, Y: Tensor) -> Model:
+def _condition(model: Model, X: Tensor, Y: Tensor, arguments: dict[str, Tensor]) -> Model:
     if not isinstance(model, SequentialGP):
         model.posterior(X)  # fills the caches of BoTorch's exact models
     try:
-        return model.condition_on_observations(X, Y)
+        return model.condition_on_observations(X, Y, **arguments)
     except (AttributeError, NotImplementedError, UnsupportedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be conditioned on fantasies ({error}). Use a "
@@ -446,17 +464,62 @@ def _with_defaults(
     return optimize
 
 
-def _check(
-    models: Sequence[Model],
+def _arguments_of(
+    models: Sequence[Model], arguments: Sequence[dict[str, float] | None] | None
+) -> list[dict[str, float]]:
+    """Arguments of the likelihood of each model."""
+    if arguments is None:
+        return [{} for _ in models]
+    if isinstance(arguments, dict) or len(arguments) != len(models):
+        raise ValueError(
+            f"arguments: expected a list with a dictionary, or None, for each of {len(models)} "
+            "models."
+        )
+    given = [dict(each or {}) for each in arguments]
+    for model, each in zip(models, given, strict=True):
+        if each and not isinstance(model, SequentialGP):
+            raise ValueError(
+                f"arguments: those of a likelihood are for a SequentialGP, got {each} for a "
+                f"{type(model).__name__}."
+            )
+        if "noise" in each:
+            raise ValueError(
+                "arguments: imagined Gaussian observations have the likelihood's own noise."
+            )
+    return given
+
+
+def _check_fantasy(fantasy: Fantasy) -> None:
+    if isinstance(fantasy, str) and fantasy not in FANTASIES:
+        names = ", ".join(map(repr, FANTASIES))
+        raise ValueError(f"fantasy: expected one of {names}, None or a function, got {fantasy!r}.")
+
+
+def check_options(
     bounds: Tensor,
     q: int,
+    fantasies: Sequence[Fantasy],
     X_pending: Tensor | None,
     X_avoid: Tensor | None,
     separation: float,
+    optimizer: Callable[..., Any] | None,
     options: dict[str, Any],
 ) -> None:
-    if not models:
-        raise ValueError("models: expected at least one.")
+    """Raise for options of `fantasy_batch` that cannot be, before anything is computed."""
+    for fantasy in fantasies:
+        _check_fantasy(fantasy)
+    known = inspect.signature(_find_optimizer(optimizer, options)).parameters
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in known.values())
+    names = {*known, *(inspect.signature(gen_batch_initial_conditions).parameters)}
+    for name in options:
+        if name in names or (takes_all and optimizer is not None):
+            continue
+        near = difflib.get_close_matches(name, names, n=1)
+        raise TypeError(
+            f"{name}: neither an option here nor one of BoTorch's "
+            f"{getattr(_find_optimizer(optimizer, options), '__name__', 'optimizer')}"
+            f"{f'; did you mean {near[0]}?' if near else '.'}"
+        )
     if bounds.dim() != 2 or bounds.shape[0] != 2:
         raise ValueError(f"bounds: expected shape 2 x d, got {tuple(bounds.shape)}.")
     if q < 1:

@@ -19,6 +19,7 @@ site: it is part of what is uncertain there, and of what an observation there re
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from seqgp.linear_operators import PosteriorCovariance
 from seqgp.model import SequentialGP
 from seqgp.posteriors import quantile
 from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs
+from seqgp.validation import check_arguments, check_inputs
 
 #: Elements of a block candidates x fantasies x sites.
 BLOCK_ELEMENTS = 2**17
@@ -136,7 +137,7 @@ def expected_reduction(
         num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
             of them count with their probabilities.
         seed: Seed of the draws, which are the same for all candidates.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar (only on a terminal).
         arguments: Per-point arguments of the likelihood at the candidates (``total_count=``),
             numbers or of shape ``n``.
 
@@ -153,6 +154,7 @@ def expected_reduction(
         >>> expected_reduction(model, pool, pool, threshold=0.3).shape
         torch.Size([100])
     """
+    _check_arguments(model, arguments, expected_reduction)
     uncertainties, sites = _check(model, sites, criterion, threshold)
     check_inputs(X, sites.shape[-1], "X")
     weights = _weights(weights, sites)
@@ -184,7 +186,8 @@ def _score(
     size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(sites)), 1)
     wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
     scores = X.new_empty(len(X))
-    with progress_bar(total=len(X), desc="score", unit=" sites", disable=not progress) as bar:
+    disable = None if progress else True
+    with progress_bar(total=len(X), desc="score", unit=" sites", disable=disable) as bar:
         for first in range(0, len(X), wide):
             chunk = slice(first, min(first + wide, len(X)))
             c = _with_own(at.cross(chunk), X[chunk], sites, nugget).to(single)
@@ -284,6 +287,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         X_pending: Tensor | None = None,
         **arguments: Any,
     ) -> None:
+        _check_arguments(model, arguments, type(self).__init__)
         uncertainties, sites = _check(model, sites, criterion, threshold)
         super().__init__(model)
         self.uncertainties = uncertainties
@@ -367,14 +371,15 @@ def select_from_pool(
         threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
         surveyed: ``n`` booleans, or indices: sites that have been observed. They are not chosen,
             and their uncertainty no longer counts.
-        available: ``n`` booleans: sites that may be chosen. The uncertainty of the others counts.
+        available: ``n`` booleans, or indices: sites that may be chosen. The uncertainty of the
+            others counts.
         costs: ``n`` positive costs; what is maximised is the reduction per cost.
         weights: ``n`` weights of the sites; by default all alike.
         num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
             of them count with their probabilities.
         num_batch_fantasies: Joint outcomes that are drawn for those already in the batch.
         seed: Seed of the draws.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar (only on a terminal).
         arguments: Per-point arguments of the likelihood (``total_count=``), numbers or ``n``.
 
     Example:
@@ -388,14 +393,23 @@ def select_from_pool(
         >>> bool((chosen >= 10).all()), len(chosen)
         (True, 2)
     """
+    _check_arguments(model, arguments, select_from_pool)
     _, pool = _check(model, pool, criterion, threshold, "pool")
     n = len(pool)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != (n,):
+            raise ValueError(
+                f"{name}: expected a number, or {n} of them, one for each site of the pool; got "
+                f"shape {tuple(value.shape)}."
+            )
     counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
     open_ = counts & _mask(available, n, pool.device, "available", True)
     if not isinstance(q, int) or q < 1 or int(open_.sum()) < q:
         raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
-    if costs is not None and (costs.shape != (n,) or not bool((costs > 0).all())):
-        raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
+    if costs is not None:
+        costs = torch.as_tensor(costs, device=pool.device)
+        if costs.shape != (n,) or not bool((costs > 0).all()):
+            raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
     weights = _weights(weights, pool)
     chosen: list[int] = []
     rows = []
@@ -628,6 +642,13 @@ def _draw(
 # -------------------------------------------------------------------- checks
 
 
+def _check_arguments(model: SequentialGP, arguments: dict[str, Any], function: Any) -> None:
+    """First of all: an option that is misspelt would be missed elsewhere."""
+    if not isinstance(model, SequentialGP):
+        raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
+    check_arguments(model.likelihood, arguments, inspect.signature(function).parameters)
+
+
 def _check(
     model: SequentialGP,
     sites: Tensor,
@@ -635,8 +656,6 @@ def _check(
     threshold: float | None,
     name: str = "sites",
 ) -> tuple[list[Uncertainty], Tensor]:
-    if not isinstance(model, SequentialGP):
-        raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
     if model.num_outputs != 1 or not has_one_latent(model.likelihood):
         raise ValueError(
             "model: expected one output and one latent function; choose an output of several with "
@@ -661,6 +680,7 @@ def _weights(weights: Tensor | None, sites: Tensor) -> Tensor:
     n = len(sites)
     if weights is None:
         return sites.new_full((n,), 1 / n)
+    weights = torch.as_tensor(weights, device=sites.device)
     if weights.shape != (n,) or not bool((weights >= 0).all() & (weights.sum() > 0)):
         raise ValueError(
             f"weights: expected {n} of at least zero, and not all zero, got a tensor of shape "
@@ -673,6 +693,9 @@ def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default
     """A mask of ``n`` booleans from one, or from indices."""
     if given is None:
         return torch.full((n,), default, device=device)
+    if not isinstance(given, Tensor):  # a list, an array
+        given = torch.as_tensor(given)
+        given = given.long() if given.numel() == 0 else given
     if given.dtype == torch.bool and given.shape == (n,):
         return given.to(device).clone()
     if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:

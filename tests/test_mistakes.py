@@ -1,0 +1,317 @@
+"""What a new user gets wrong: each mistake has a message that says what to do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from botorch.acquisition import UpperConfidenceBound
+from botorch.models import SingleTaskGP
+from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from torch import Tensor
+from torch.distributions import Poisson
+
+from seqgp import BinomialLikelihood, SequentialGP
+from seqgp.acquisition import (
+    expected_reduction,
+    fantasy_batch,
+    fantasy_outcome,
+    qExpectedUncertaintyReduction,
+    select_from_pool,
+)
+from seqgp.loop import BatchOptimizer
+from seqgp.progress import progress_bar
+from tests.helpers import make_inputs, make_kernel
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+FEW: dict[str, Any] = {"num_restarts": 1, "raw_samples": 8, "fit_options": {"maxiter": 3}}
+
+
+def unit(d: int = 2) -> Tensor:
+    return torch.stack([torch.zeros(d), torch.ones(d)])
+
+
+def labels(n: int = 30) -> SequentialGP:
+    X = make_inputs(n, 2)
+    return SequentialGP(
+        X, (X.sum(-1, keepdim=True) > 1).to(X), likelihood=BernoulliLikelihood(), inducing_points=8
+    )
+
+
+class Exposed(_OneDimensionalLikelihood):
+    """Counts of events while something was exposed."""
+
+    def forward(self, function_samples: Tensor, *args: Any, exposure: Tensor, **kwargs: Any) -> Any:
+        return Poisson(exposure * function_samples.exp())
+
+
+class Anything(_OneDimensionalLikelihood):
+    """The same, but for a name in its signature."""
+
+    def forward(self, function_samples: Tensor, **kwargs: Any) -> Any:
+        return Poisson(kwargs["exposure"] * function_samples.exp())
+
+
+# -------------------------------------------------------------------------------- misspelt options
+
+
+def test_misspelt_options_are_named() -> None:
+    model, X = labels(), make_inputs(5, 2)
+    ones = torch.ones(5, 1)
+    calls: list[tuple[Any, str]] = [
+        (lambda: model.posterior(X, observation_nose=True), "did you mean observation_noise"),
+        (lambda: model.update(X, ones, stps=3), "stps: neither an option .* did you mean steps"),
+        (lambda: model.forget(X, ones, nois=ones), "nois"),
+        (lambda: model.condition_on_observations(X, ones, fixed_inducin=True), "fixed_inducing"),
+        (lambda: select_from_pool(model, X, treshold=0.5), "did you mean threshold"),
+        (lambda: expected_reduction(model, X, X, treshold=0.5), "did you mean threshold"),
+        (lambda: qExpectedUncertaintyReduction(model, X, treshold=0.5), "did you mean threshold"),
+        (lambda: model.posterior(X, total_count=3), "BernoulliLikelihood, which has none"),
+    ]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for call, message in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.num_updates == 0
+
+
+def test_arguments_of_ones_own_likelihood() -> None:
+    X = make_inputs(20, 2)
+    Y = torch.poisson(torch.ones(20, 1))
+    given = {"exposure": torch.full((20,), 2.0)}
+    with pytest.raises(TypeError, match=r"exposure: Exposed needs it .* pass exposure="):
+        SequentialGP(X, Y, likelihood=Exposed())
+    with pytest.raises(TypeError, match=r"exposre: .* which knows exposure; did you mean exposure"):
+        SequentialGP(X, Y, likelihood=Exposed(), likelihood_arguments={"exposre": torch.ones(20)})
+    model = SequentialGP(
+        X, Y, likelihood=Exposed(), likelihood_arguments=given, covar_module=make_kernel()
+    )
+    with pytest.raises(TypeError, match="exposure: Exposed needs it"):
+        model.update(X, Y)
+    with pytest.raises(TypeError, match="exposure: Exposed needs it"):
+        model.posterior(X, observation_noise=True)
+    with pytest.raises(ValueError, match=r"exposure: expected shape ... x 20"):
+        model.update(X, Y, exposure=torch.ones(3))
+    assert model.posterior(X).mean.shape == (20, 1)  # the latent function needs none
+    record = model.update(X, Y, exposure=given["exposure"], steps=2)
+    assert record.num_new == 20
+    # One that does not name its arguments gets what it is given, and its errors are explained.
+    SequentialGP(
+        X, Y, likelihood=Anything(), likelihood_arguments=given, covar_module=make_kernel()
+    )
+    with pytest.raises(ValueError, match=r"likelihood: Anything.forward failed .* no arguments"):
+        SequentialGP(X, Y, likelihood=Anything(), covar_module=make_kernel())
+
+
+# -------------------------------------------------------------------------------- pools
+
+
+def test_lists_instead_of_tensors() -> None:
+    model, pool = labels(), make_inputs(12, 2)
+    with pytest.raises(TypeError, match=r"pool: expected a torch.Tensor, got list"):
+        select_from_pool(model, pool.tolist(), threshold=0.5)  # type: ignore[arg-type]
+    expected = select_from_pool(
+        model,
+        pool,
+        threshold=0.5,
+        surveyed=torch.tensor([0, 1]),
+        available=torch.arange(12) < 6,
+        costs=torch.arange(1.0, 13.0),
+        weights=torch.ones(12),
+    )
+    actual = select_from_pool(
+        model,
+        pool,
+        threshold=0.5,
+        surveyed=[0, 1],  # type: ignore[arg-type]
+        available=[True] * 6 + [False] * 6,  # type: ignore[arg-type]
+        costs=list(range(1, 13)),  # type: ignore[arg-type]
+        weights=[1] * 12,  # type: ignore[arg-type]
+    )
+    assert torch.equal(actual.chosen, expected.chosen)
+    assert torch.equal(actual.scores, expected.scores)
+    by_index = select_from_pool(model, pool, threshold=0.5, available=torch.tensor([3]))
+    assert by_index.chosen.tolist() == [3]
+    nothing = select_from_pool(model, pool, threshold=0.5, surveyed=[])  # type: ignore[arg-type]
+    assert nothing.scores.isfinite().all()
+    counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
+    with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
+        select_from_pool(counts, pool, threshold=0.5, total_count=torch.ones(3))
+
+
+# -------------------------------------------------------------------------------- ask and tell
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_restart": 3}, TypeError, "did you mean num_restarts"),
+        ({"fantasy": "median"}, ValueError, "fantasy: expected one of"),
+        ({"separation": 2.0}, ValueError, "separation"),
+        ({"num_initial": -1}, ValueError, "num_initial"),
+        ({"q": 3}, ValueError, "not for the user"),
+        ({"choices": unit(), "discrete_dims": {0: [0.0]}}, ValueError, "different optimisers"),
+    ],
+)
+def test_options_are_checked_at_once(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BatchOptimizer(unit(), **options)
+
+
+def test_options_of_initial_conditions_pass() -> None:
+    BatchOptimizer(unit(), options={"batch_limit": 3}, ic_generator=None, num_restarts=2)
+
+
+def test_state_of_another_problem() -> None:
+    state = BatchOptimizer(unit()).state_dict()
+    BatchOptimizer(unit()).load_state_dict(state)
+    for other in (BatchOptimizer(2 * unit()), BatchOptimizer(unit(3))):
+        with pytest.raises(ValueError, match="state: it was saved with bounds"):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="state: it was saved with maximize = True"):
+        BatchOptimizer(unit(), maximize=False).load_state_dict(state)
+    with pytest.raises(ValueError, match="expected version 2, got 1"):
+        BatchOptimizer(unit()).load_state_dict({**state, "version": 1})
+
+
+def test_initial_points_are_not_repeated() -> None:
+    """Told in any order, some of them, or with others between: what is known is not asked again."""
+    loop = BatchOptimizer(unit(), num_initial=12, **FEW)
+    first = loop.ask(4)
+    assert torch.equal(loop.ask(4), first)
+    loop.tell(first[2:], torch.zeros(2))
+    second = loop.ask(4)
+    assert torch.equal(second[:2], first[:2])  # as nobody said that they are being evaluated
+    third = loop.ask(4, X_pending=first[:2])
+    both = torch.cat([first, third])
+    assert len(both.unique(dim=0)) == 8
+    loop.tell(first[:2], torch.zeros(2))
+    assert torch.equal(loop.ask(4), third)
+
+
+def test_labels_are_zero_or_one() -> None:
+    loop, X = BatchOptimizer(unit(), **FEW), make_inputs(2, 2)
+    for valid in (torch.tensor([-1, 1]), torch.tensor([2, 0])):
+        with pytest.raises(ValueError, match="valid: expected labels"):
+            loop.tell(X, torch.zeros(2), valid)
+    loop.tell(X, torch.zeros(2), torch.tensor([0, 1]))
+    assert loop.valid.tolist() == [False, True]
+
+
+def test_values_that_are_all_the_same_are_nothing_to_warn_of() -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=2, **FEW), make_inputs(6, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.tell(X[:1], torch.ones(1))
+        loop.tell(X[1:], torch.ones(5))
+    assert loop.ask(1).shape == (1, 2)
+
+
+# -------------------------------------------------------------------------------- batches
+
+
+def test_fantasies_with_per_point_arguments() -> None:
+    X = make_inputs(12, 2)
+    Y = (5 * X.mean(-1, keepdim=True)).round()
+    totals = {"total_count": torch.full((12,), 5.0)}
+    model = SequentialGP(X, Y, likelihood=BinomialLikelihood(), likelihood_arguments=totals)
+
+    def propose(arguments: Any) -> Tensor:
+        return fantasy_batch(
+            lambda models, fantasies: UpperConfidenceBound(models[0], beta=1.0),
+            [model],
+            unit(),
+            q=2,
+            num_restarts=1,
+            raw_samples=8,
+            seed=0,
+            arguments=arguments,
+        )
+
+    with pytest.raises(ValueError, match="total_count"):
+        propose(None)
+    batch = propose([{"total_count": 7}])
+    imagined = batch.fantasies.Y[0]
+    assert imagined is not None
+    assert bool(((imagined >= 0) & (imagined <= 7) & (imagined == imagined.round())).all())
+    held = SequentialGP(X, Y, likelihood=BinomialLikelihood(5))
+    assert torch.equal(
+        fantasy_outcome(held, X, total_count=torch.full((12,), 7.0)),
+        fantasy_outcome(model, X, total_count=torch.full((12,), 7.0)),
+    )
+    with pytest.raises(ValueError, match="a dictionary, or None, for each of 1 models"):
+        propose({"total_count": 7})
+    with pytest.raises(ValueError, match="for a SequentialGP"):
+        fantasy_batch(
+            lambda models, fantasies: UpperConfidenceBound(models[0], beta=1.0),
+            [SingleTaskGP(X, Y)],
+            unit(),
+            q=2,
+            arguments=[{"total_count": 7}],
+        )
+
+
+# -------------------------------------------------------------------------------- streams
+
+
+def test_the_state_of_a_stream_in_a_model_with_data() -> None:
+    stream, other = labels(), labels()
+    stream.update(make_inputs(20, 2), torch.ones(20, 1), memory=5, learn=False)
+    state = stream.state_dict()
+    with pytest.warns(UserWarning, match=r"would learn these again.*seqgp\.save"):
+        other.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream.load_state_dict(state)  # its own
+        labels().load_state_dict(labels().state_dict())  # not of a stream
+
+
+def test_data_are_copied() -> None:
+    X = make_inputs(10, 2)
+    Y, totals = torch.ones(10, 1), torch.full((10,), 3.0)
+    model = SequentialGP(
+        X, Y, likelihood=BinomialLikelihood(), likelihood_arguments={"total_count": totals}
+    )
+    expected = SequentialGP(
+        X.clone(),
+        Y.clone(),
+        likelihood=BinomialLikelihood(),
+        likelihood_arguments={"total_count": totals.clone()},
+    )
+    X.zero_(), Y.zero_(), totals.zero_()
+    model.refresh()
+    grid = make_inputs(5, 2)
+    assert torch.equal(model.posterior(grid).mean, expected.posterior(grid).mean)
+
+
+@pytest.mark.parametrize("likelihood", [BernoulliLikelihood, PoissonLikelihood])
+def test_streams_in_single_precision_do_not_warn(likelihood: Any) -> None:
+    X = make_inputs(200, 2).float()
+    Y = (torch.sin(6 * X).sum(-1, keepdim=True) > 0.5).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = SequentialGP(X[:40], Y[:40], likelihood=likelihood(), inducing_points=15)
+        for x, y in zip(X[40:].split(40), Y[40:].split(40), strict=True):
+            model.update(x, y, memory=20, steps=5)
+    assert model.num_seen == 200
+
+
+# -------------------------------------------------------------------------------- progress
+
+
+def test_bars_are_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    list(progress_bar(range(3)))
+    X, Y = make_inputs(20, 2), torch.ones(20, 1)
+    model = SequentialGP(X, Y, likelihood=PoissonLikelihood(), inducing_points=5)
+    model.update_stream([(X, Y)], learn=False)
+    select_from_pool(model, X, threshold=1.0, progress=True)
+    assert capsys.readouterr() == ("", "")
+    list(progress_bar(range(3), disable=False))
+    assert "3/3" in capsys.readouterr().err

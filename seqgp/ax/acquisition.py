@@ -76,7 +76,7 @@ class ValidAcquisition(Acquisition):
             **kwargs,
         )
 
-    def optimize(
+    def optimize(  # type: ignore[override]
         self,
         n: int,
         search_space_digest: SearchSpaceDigest,
@@ -125,7 +125,7 @@ class ValidAcquisition(Acquisition):
         options = dict(botorch_acqf_options)
         if not _is_gaussian(model) and self.X_observed is not None:
             # BoTorch has a sampler for each kind of posterior, but does not always ask for it.
-            posterior = model.posterior(self.X_observed[:1])
+            posterior: Any = model.posterior(self.X_observed[:1])
             options.setdefault("sampler", get_sampler(posterior, torch.Size([NUM_SAMPLES])))
         acqf = super()._construct_botorch_acquisition(
             botorch_acqf_class=botorch_acqf_class, botorch_acqf_options=options, model=model
@@ -135,7 +135,7 @@ class ValidAcquisition(Acquisition):
         bounds = torch.tensor(self.search_space_digest.bounds).to(self.failed).mT
         return TimesValidity(acqf, self.validity_model, self.failed, bounds)
 
-    def get_botorch_objective_and_transform(
+    def get_botorch_objective_and_transform(  # type: ignore[override]
         self,
         botorch_acqf_class: type[AcquisitionFunction],
         model: Model,
@@ -179,6 +179,10 @@ class TimesValidity(AcquisitionFunction):
         clearance: :math:`\epsilon`, in parts of the bounds' ranges.
     """
 
+    lower: Tensor
+    ranges: Tensor
+    failed: Tensor
+
     def __init__(
         self,
         acqf: AcquisitionFunction,
@@ -196,13 +200,14 @@ class TimesValidity(AcquisitionFunction):
                 "or failures=() in generation_strategy."
             )
         self.acqf, self.validity_model = acqf, validity_model
+        ranges = (bounds[1] - bounds[0]).clamp_min(1e-12)
         self.register_buffer("lower", bounds[0])
-        self.register_buffer("ranges", (bounds[1] - bounds[0]).clamp_min(1e-12))
-        self.register_buffer("failed", (failed - bounds[0]) / self.ranges)
+        self.register_buffer("ranges", ranges)
+        self.register_buffer("failed", (failed - bounds[0]) / ranges)
         self.clearance = clearance
 
-    @property
-    def X_pending(self) -> Tensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def X_pending(self) -> Tensor | None:
         """What is being evaluated."""
         return getattr(self.acqf, "X_pending", None)
 
@@ -226,11 +231,7 @@ class TimesValidity(AcquisitionFunction):
 
     def log_factor(self, X: Tensor) -> Tensor:
         """``b x q``, the logarithm of probability of validity and holes."""
-        lower, ranges, failed = self.lower, self.ranges, self.failed
-        assert isinstance(lower, Tensor)
-        assert isinstance(ranges, Tensor)
-        assert isinstance(failed, Tensor)
-        difference = ((X - lower) / ranges).unsqueeze(-2) - failed
+        difference = ((X - self.lower) / self.ranges).unsqueeze(-2) - self.failed
         square = difference.square().sum(-1).amin(-1) / (2 * self.clearance**2)
         hole = torch.log(-torch.expm1(-square.clamp_min(torch.finfo(X.dtype).tiny)))
         return log_validity(_Latent(self.validity_model), X) + hole.clamp_min(_LEAST)
@@ -254,7 +255,7 @@ def validity_of(surrogate: Surrogate) -> tuple[AxSequentialGP | None, Tensor | N
     if VALIDITY not in surrogate.outcomes:
         return None, None
     index = surrogate.outcomes.index(VALIDITY)
-    model = surrogate.model
+    model: Any = surrogate.model
     if isinstance(model, ModelList):
         model = model.models[index]
     assert isinstance(model, AxSequentialGP)

@@ -23,6 +23,7 @@ from ax.core.trial_status import TrialStatus
 from ax.exceptions.generation_strategy import GenerationStrategyRepeatedPoints
 from ax.generators.random.sobol import SobolGenerator
 from ax.generators.torch.botorch_modular.generator import BoTorchGenerator
+from ax.generators.torch.botorch_modular.surrogate import Surrogate
 from ax.storage.json_store.registry import CORE_DECODER_REGISTRY
 
 from seqgp.ax.transforms import VALIDITY
@@ -34,7 +35,7 @@ ATTEMPTS = 5
 class InitialAdapter(RandomAdapter):
     """Quasi-random trials, none of them one that has failed."""
 
-    def _gen(
+    def _gen(  # type: ignore[override]
         self, n: int, search_space: Any, pending_observations: dict[str, Any], **kwargs: Any
     ) -> GenResults:
         # Ax keeps clear of what is pending, but not of what has failed.
@@ -86,6 +87,12 @@ class SequentialAdapter(TorchAdapter):
         raise GenerationStrategyRepeatedPoints(
             f"All of {ATTEMPTS} candidates in a row have failed before."
         )
+
+    @property
+    def botorch_surrogate(self) -> Surrogate:
+        """All models, that of validity included."""
+        assert isinstance(self.generator, BoTorchGenerator)
+        return self.generator.surrogate
 
     def _predict(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
         return [_without_validity(data) for data in super()._predict(*args, **kwargs)]

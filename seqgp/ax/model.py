@@ -240,6 +240,9 @@ class AxSequentialGP(SequentialGP):
         tensor(True)
     """
 
+    observed: Observed
+    num_fitted: int  # observations when the model was fitted from scratch,
+    num_learnt: int  # and when its hyperparameters were last learnt
     _predictor: tuple[Any, Predictor] | None = None
 
     def __init__(
@@ -299,7 +302,7 @@ class AxSequentialGP(SequentialGP):
             return
         n = len(self.observed.X) + len(new.X)
         learn = n >= LEARN_GROWTH * self.num_learnt and self._can_learn(new.Y)
-        arguments = {} if new.totals is None else {"total_count": new.totals}
+        arguments: dict[str, Any] = {} if new.totals is None else {"total_count": new.totals}
         self.update(
             new.X,
             new.Y,
@@ -387,9 +390,7 @@ class AxSequentialGP(SequentialGP):
             X, output_indices, observation_noise, posterior_transform, **arguments
         )
 
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Take over hyperparameters, and learn the model's own data with them.
 
         This is what Ax does it for: cross validation, with hyperparameters that were learnt from

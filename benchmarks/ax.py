@@ -255,7 +255,7 @@ def render_times(units: dict[str, dict[str, Any]]) -> list[str]:
         return lines
     lines += [
         "",
-        "| a long experiment, trials | | seeds | processor seconds a trial, mean | regret, median |",
+        "| a long experiment, trials | | seeds | processor seconds, mean | regret, median |",
         "|---|---|---|---|---|",
     ]
     for end in (50, 100, 150, 200, 250, 300):

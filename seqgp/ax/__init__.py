@@ -12,7 +12,7 @@ check_version(installed_version())
 
 from seqgp.ax.acquisition import ValidAcquisition  # noqa: E402
 from seqgp.ax.model import AxSequentialGP  # noqa: E402
-from seqgp.ax.strategy import generation_strategy  # noqa: E402
+from seqgp.ax.strategy import generation_strategy, probability_of_validity  # noqa: E402
 from seqgp.ax.transforms import VALIDITY, LearnFailures  # noqa: E402
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "LearnFailures",
     "ValidAcquisition",
     "generation_strategy",
+    "probability_of_validity",
 ]

@@ -18,20 +18,24 @@ from botorch.acquisition.objective import (
     MCAcquisitionObjective,
     PosteriorTransform,
 )
-from botorch.optim.initializers import is_nonnegative
 from botorch.exceptions.errors import UnsupportedError
 from botorch.models.model import Model, ModelList
+from botorch.optim.initializers import is_nonnegative
+from botorch.sampling.get_sampler import get_sampler
 from torch import Tensor
 
+from seqgp.acquisition.validity import log_validity
 from seqgp.ax.model import AxSequentialGP
 from seqgp.ax.transforms import VALIDITY
-from seqgp.acquisition.validity import log_validity
 
 #: Around a failed trial, in parts of the ranges of parameters: no trial is to be as close again.
 CLEARANCE = 1e-3
 
 #: Initial candidates that are evaluated at once; it is calls that cost, not candidates.
 INIT_BATCH_LIMIT = 512
+
+#: Samples of posteriors that are not Gaussian; BoTorch's own number for multiple objectives.
+NUM_SAMPLES = 128
 
 _LEAST = -1e3  # log value of a trial that has failed before: less than any other
 
@@ -59,7 +63,7 @@ class ValidAcquisition(Acquisition):
         botorch_acqf_class: type[AcquisitionFunction] | None,
         **kwargs: Any,
     ) -> None:
-        self.validity_model, self.failed = _validity(surrogate)
+        self.validity_model, self.failed = validity_of(surrogate)
         pending = torch_opt_config.pending_observations
         if pending is not None and self.failed is not None:
             pending = [X[~_is_in(X, self.failed)] if X.numel() else X for X in pending]
@@ -72,7 +76,7 @@ class ValidAcquisition(Acquisition):
             **kwargs,
         )
 
-    def optimize(
+    def optimize(  # type: ignore[override]
         self,
         n: int,
         search_space_digest: SearchSpaceDigest,
@@ -93,7 +97,10 @@ class ValidAcquisition(Acquisition):
         options = dict(optimizer_options or {})
         choices = mk_discrete_choices(search_space_digest, fixed_features)
         if len(choices) < len(search_space_digest.feature_names):  # not all are discrete
-            options["options"] = {"init_batch_limit": INIT_BATCH_LIMIT, **options.get("options", {})}
+            options["options"] = {
+                "init_batch_limit": INIT_BATCH_LIMIT,
+                **options.get("options", {}),
+            }
         pending = self.X_pending
         if self.failed is not None:
             known = [X for X in (pending, self.failed) if X is not None]
@@ -115,17 +122,20 @@ class ValidAcquisition(Acquisition):
         botorch_acqf_options: dict[str, Any],
         model: Model,
     ) -> AcquisitionFunction:
+        options = dict(botorch_acqf_options)
+        if not _is_gaussian(model) and self.X_observed is not None:
+            # BoTorch has a sampler for each kind of posterior, but does not always ask for it.
+            posterior: Any = model.posterior(self.X_observed[:1])
+            options.setdefault("sampler", get_sampler(posterior, torch.Size([NUM_SAMPLES])))
         acqf = super()._construct_botorch_acquisition(
-            botorch_acqf_class=botorch_acqf_class,
-            botorch_acqf_options=botorch_acqf_options,
-            model=model,
+            botorch_acqf_class=botorch_acqf_class, botorch_acqf_options=options, model=model
         )
         if self.validity_model is None or self.failed is None:
             return acqf
         bounds = torch.tensor(self.search_space_digest.bounds).to(self.failed).mT
         return TimesValidity(acqf, self.validity_model, self.failed, bounds)
 
-    def get_botorch_objective_and_transform(
+    def get_botorch_objective_and_transform(  # type: ignore[override]
         self,
         botorch_acqf_class: type[AcquisitionFunction],
         model: Model,
@@ -169,6 +179,10 @@ class TimesValidity(AcquisitionFunction):
         clearance: :math:`\epsilon`, in parts of the bounds' ranges.
     """
 
+    lower: Tensor
+    ranges: Tensor
+    failed: Tensor
+
     def __init__(
         self,
         acqf: AcquisitionFunction,
@@ -186,13 +200,14 @@ class TimesValidity(AcquisitionFunction):
                 "or failures=() in generation_strategy."
             )
         self.acqf, self.validity_model = acqf, validity_model
+        ranges = (bounds[1] - bounds[0]).clamp_min(1e-12)
         self.register_buffer("lower", bounds[0])
-        self.register_buffer("ranges", (bounds[1] - bounds[0]).clamp_min(1e-12))
-        self.register_buffer("failed", (failed - bounds[0]) / self.ranges)
+        self.register_buffer("ranges", ranges)
+        self.register_buffer("failed", (failed - bounds[0]) / ranges)
         self.clearance = clearance
 
-    @property
-    def X_pending(self) -> Tensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def X_pending(self) -> Tensor | None:
         """What is being evaluated."""
         return getattr(self.acqf, "X_pending", None)
 
@@ -216,11 +231,7 @@ class TimesValidity(AcquisitionFunction):
 
     def log_factor(self, X: Tensor) -> Tensor:
         """``b x q``, the logarithm of probability of validity and holes."""
-        lower, ranges, failed = self.lower, self.ranges, self.failed
-        assert isinstance(lower, Tensor)
-        assert isinstance(ranges, Tensor)
-        assert isinstance(failed, Tensor)
-        difference = ((X - lower) / ranges).unsqueeze(-2) - failed
+        difference = ((X - self.lower) / self.ranges).unsqueeze(-2) - self.failed
         square = difference.square().sum(-1).amin(-1) / (2 * self.clearance**2)
         hole = torch.log(-torch.expm1(-square.clamp_min(torch.finfo(X.dtype).tiny)))
         return log_validity(_Latent(self.validity_model), X) + hole.clamp_min(_LEAST)
@@ -239,12 +250,12 @@ class _Latent(Model):
         return posterior.latent
 
 
-def _validity(surrogate: Surrogate) -> tuple[AxSequentialGP | None, Tensor | None]:
+def validity_of(surrogate: Surrogate) -> tuple[AxSequentialGP | None, Tensor | None]:
     """The model of validity and the inputs of failed trials, if any trial has failed."""
     if VALIDITY not in surrogate.outcomes:
         return None, None
     index = surrogate.outcomes.index(VALIDITY)
-    model = surrogate.model
+    model: Any = surrogate.model
     if isinstance(model, ModelList):
         model = model.models[index]
     assert isinstance(model, AxSequentialGP)

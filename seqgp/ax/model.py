@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,22 +25,26 @@ from ax.generators.torch.botorch_modular.utils import ModelConfig, fit_botorch_m
 from ax.storage.botorch_modular_registry import register_model
 from botorch.acquisition.objective import PosteriorTransform
 from botorch.fit import fit_gpytorch_mll
+from botorch.models.kernels.categorical import CategoricalKernel
 from botorch.models.model import Model
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import GPyTorchPosterior, Posterior, TransformedPosterior
+from botorch.sampling.base import MCSampler
+from botorch.sampling.get_sampler import GetSampler, get_sampler
 from botorch.utils.datasets import SupervisedDataset
+from gpytorch.constraints import GreaterThan
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
 from gpytorch.means import ConstantMean
-from gpytorch.priors import LogNormalPrior
+from gpytorch.priors import GammaPrior, LogNormalPrior
 from torch import Tensor
 
-from seqgp.ax.predictor import Predictor
 from seqgp.acquisition.uncertainty import link_of, prevalence
+from seqgp.ax.predictor import Predictor
 from seqgp.likelihoods import BinomialLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.model import SequentialGP
@@ -64,6 +68,9 @@ GROWTH, LEARN_GROWTH = 1.2, 1.03
 
 #: Steps of L-BFGS, of an update and from scratch.
 UPDATE_STEPS, FIT_STEPS = 10, 100
+
+#: Joint predictions at more inputs than that have lazy covariances.
+MAX_DENSE = 300
 
 #: Observations that are remembered as they are; older ones are folded into the summary.
 MEMORY = 2000
@@ -125,8 +132,15 @@ def what_is_new(known: Observed, given: Observed) -> Tensor | None:
     return torch.tensor(left, dtype=torch.long, device=new.device)
 
 
-class LinkPosterior(TransformedPosterior):
+class NotGaussian:
+    """Stands for a distribution that nobody should take for a Gaussian."""
+
+
+class LinkPosterior(TransformedPosterior, GPyTorchPosterior):
     """The posterior of what a metric is expected to be: of the link of latent values.
+
+    It is not Gaussian. Ax's sensitivity analyses insist on a `GPyTorchPosterior`, of which they
+    want only the mean: here it is, by name. Its ``distribution`` is good for nothing.
 
     Args:
         latent: The posterior of the latent function.
@@ -134,13 +148,25 @@ class LinkPosterior(TransformedPosterior):
     """
 
     def __init__(self, latent: GPyTorchPosterior, likelihood: Likelihood) -> None:
-        super().__init__(
+        TransformedPosterior.__init__(
+            self,
             latent,
             sample_transform=link_of(likelihood).forward,
             mean_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[0],
             variance_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[1],
         )
         self.latent = latent
+        self.distribution = NotGaussian()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+
+@GetSampler.register(NotGaussian)
+def _get_sampler(
+    posterior: LinkPosterior, sample_shape: torch.Size, *, seed: int | None = None
+) -> MCSampler:
+    return get_sampler(posterior.latent, sample_shape, seed=seed)
 
 
 class ExpectedOutcome(OutcomeTransform):
@@ -170,7 +196,7 @@ class ExpectedOutcome(OutcomeTransform):
 
     def untransform_posterior(self, posterior: Posterior, X: Tensor | None = None) -> Posterior:
         """That of expected observations; of observations, of binomial ones as rates."""
-        if isinstance(posterior, GPyTorchPosterior):
+        if type(posterior) is GPyTorchPosterior:
             return LinkPosterior(posterior, self.likelihood)
         if isinstance(posterior, ObservationPosterior) and "total_count" in posterior.arguments:
             total = posterior.arguments["total_count"].unsqueeze(-1)
@@ -197,6 +223,7 @@ class AxSequentialGP(SequentialGP):
         likelihood_name: One of `LIKELIHOODS`.
         total_count: ``n`` totals of a binomial metric, or one for all.
         sharp: Whether the metric is expected to jump, as validity does, rather than to be smooth.
+        categorical_features: Indices of inputs of which only equality matters.
         max_inducing: The largest number of inducing points.
         growth: By which factor data grow until a model is fitted from scratch.
         previous: The previous model of the metric, if it may be updated.
@@ -213,6 +240,9 @@ class AxSequentialGP(SequentialGP):
         tensor(True)
     """
 
+    observed: Observed
+    num_fitted: int  # observations when the model was fitted from scratch,
+    num_learnt: int  # and when its hyperparameters were last learnt
     _predictor: tuple[Any, Predictor] | None = None
 
     def __init__(
@@ -225,6 +255,7 @@ class AxSequentialGP(SequentialGP):
         likelihood_name: str = "gaussian",
         total_count: Tensor | float | None = None,
         sharp: bool = False,
+        categorical_features: Sequence[int] = (),
         max_inducing: int = MAX_INDUCING,
         growth: float = GROWTH,
         previous: AxSequentialGP | None = None,
@@ -244,7 +275,7 @@ class AxSequentialGP(SequentialGP):
                 return
         likelihood_class = LIKELIHOODS[likelihood_name]
         likelihood = None if likelihood_class is None else likelihood_class()
-        mean, kernel = _prior(observed, likelihood, sharp)
+        mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
         arguments = {} if observed.totals is None else {"total_count": observed.totals}
         super().__init__(
             observed.X,
@@ -271,7 +302,7 @@ class AxSequentialGP(SequentialGP):
             return
         n = len(self.observed.X) + len(new.X)
         learn = n >= LEARN_GROWTH * self.num_learnt and self._can_learn(new.Y)
-        arguments = {} if new.totals is None else {"total_count": new.totals}
+        arguments: dict[str, Any] = {} if new.totals is None else {"total_count": new.totals}
         self.update(
             new.X,
             new.Y,
@@ -296,7 +327,8 @@ class AxSequentialGP(SequentialGP):
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
         """
-        if self.training or prior or self.variational_strategy.is_fantasy:
+        large = inputs.shape[-2] > MAX_DENSE
+        if self.training or prior or large or self.variational_strategy.is_fantasy:
             return super().__call__(inputs, prior, **kwargs)
         tensors = (*self.parameters(), *self.variational_strategy.buffers())
         key = tuple((id(tensor), tensor._version) for tensor in tensors)
@@ -358,9 +390,7 @@ class AxSequentialGP(SequentialGP):
             X, output_indices, observation_noise, posterior_transform, **arguments
         )
 
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Take over hyperparameters, and learn the model's own data with them.
 
         This is what Ax does it for: cross validation, with hyperparameters that were learnt from
@@ -392,7 +422,7 @@ class AxSequentialGP(SequentialGP):
             training_data: The data set.
             kwargs: Options of the model, and what Ax says about special parameters.
         """
-        for name in ("categorical_features", "fidelity_features", "hierarchical_dependencies"):
+        for name in ("fidelity_features", "hierarchical_dependencies"):
             if kwargs.pop(name, None):
                 raise NotImplementedError(f"{name}: not supported by SequentialGP in Ax.")
         return super().construct_inputs(training_data, **kwargs)
@@ -418,7 +448,7 @@ def _observed(
 
 
 def _prior(
-    observed: Observed, likelihood: Likelihood | None, sharp: bool
+    observed: Observed, likelihood: Likelihood | None, sharp: bool, categorical: Sequence[int]
 ) -> tuple[ConstantMean | None, Kernel]:
     """Mean and kernel of the latent function.
 
@@ -428,18 +458,15 @@ def _prior(
     """
     X, Y = observed.X, observed.Y
     n = len(Y)
+    kernel = _kernel(X.shape[-1], categorical, sharp)
     if likelihood is None:
         # Made here, for BoTorch would warn that data are not quite standardised: see `_Held`.
-        return None, get_covar_module_with_dim_scaled_prior(X.shape[-1]).to(X)
-    if observed.totals is not None:
-        average = (Y.sum() + 0.5) / (observed.totals.sum() + 1)
-    else:
-        average = (Y.sum() + 0.5) / (n + 1)
-    scale = 1.0
-    if isinstance(likelihood, PoissonLikelihood):
-        excess = float(Y.var()) - float(average) if n > 1 else 0.0
-        scale = max(excess, 0.1 * float(average), 0.1)
-    kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=not sharp)
+        return None, kernel.to(X)
+    total = float(n if observed.totals is None else observed.totals.sum())
+    average = (float(Y.sum()) + 0.5) / (total + 1)
+    scale = 2.0
+    if isinstance(likelihood, PoissonLikelihood):  # its link is the identity but for small rates
+        scale = max(float(Y.var()) if n > 1 else 0.0, 0.25 * average**2, 0.25)
     if sharp:  # sure of itself near data
         prior, scale = LogNormalPrior(4.0, 1.0), 30.0
     else:
@@ -448,8 +475,33 @@ def _prior(
     scaled.outputscale = scale
     mean = ConstantMean()
     if not sharp:
-        mean.constant.data.fill_(float(link_of(likelihood).inverse(average.double())))
+        start = link_of(likelihood).inverse(torch.tensor(average, dtype=X.dtype, device=X.device))
+        mean.constant.data.fill_(float(start))
     return mean.to(X), scaled.to(X)
+
+
+def _kernel(d: int, categorical: Sequence[int], sharp: bool) -> Kernel:
+    """BoTorch's default, times a factor for each categorical input whose value differs."""
+    ordinal = [i for i in range(d) if i not in categorical]
+    factors: list[Kernel] = []
+    if ordinal:
+        factors.append(
+            get_covar_module_with_dim_scaled_prior(
+                len(ordinal),
+                use_rbf_kernel=not sharp,
+                active_dims=ordinal if categorical else None,
+            )
+        )
+    if categorical:
+        factors.append(
+            CategoricalKernel(
+                ard_num_dims=len(categorical),
+                active_dims=list(categorical),
+                lengthscale_prior=GammaPrior(3.0, 3.0),  # around one
+                lengthscale_constraint=GreaterThan(1e-2),
+            )
+        )
+    return factors[0] if len(factors) == 1 else factors[0] * factors[1]
 
 
 # -------------------------------------------------------------------- registration with Ax

@@ -60,8 +60,8 @@ class Predictor:
         cross = to_dense(self.kernel(self.Z, X.reshape(-1, d)))  # m x (... n)
         A = solve_lower(self.chol, cross)
         mean = self.mean(X) + (A.mT @ self.whitened_mean).reshape(*batch, n)
-        both = torch.cat([A, solve_lower(self.R, A)]).mT.reshape(*batch, n, -1)
         m = len(self.Z)
+        both = torch.cat([A, solve_lower(self.R, A)]).mT.reshape(*batch, n, 2 * m)
         explained, left = both[..., :m], both[..., m:]
         prior = to_dense(self.kernel(X))
         jitter = torch.diag_embed(self.jitter * prior.diagonal(dim1=-2, dim2=-1))

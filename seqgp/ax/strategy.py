@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from ax.adapter.registry import Generators, MBM_X_trans
+from ax.adapter.registry import Generators, Mixed_transforms
 from ax.adapter.transforms.derelativize import Derelativize
+from ax.adapter.transforms.map_key_to_float import MapKeyToFloat
+from ax.api.client import Client
 from ax.core.experiment_status import ExperimentStatus
+from ax.core.observation import ObservationFeatures
 from ax.core.trial_status import TrialStatus
 from ax.generation_strategy.center_generation_node import CenterGenerationNode
 from ax.generation_strategy.generation_node import GenerationNode
@@ -19,7 +22,8 @@ from ax.generators.torch.botorch_modular.surrogate import SurrogateSpec
 from ax.generators.torch.botorch_modular.utils import ModelConfig
 from botorch.acquisition.acquisition import AcquisitionFunction
 
-from seqgp.ax.acquisition import ValidAcquisition
+from seqgp.ax.acquisition import ValidAcquisition, validity_of
+from seqgp.ax.adapters import SequentialAdapter, SequentialGenerators
 from seqgp.ax.model import GROWTH, LIKELIHOODS, MAX_INDUCING, AxSequentialGP
 from seqgp.ax.transforms import (
     VALIDITY,
@@ -117,8 +121,9 @@ def generation_strategy(
         )
     shared = {"stream": stream, "max_inducing": max_inducing}
     configs[VALIDITY] = {"likelihood_name": "bernoulli", "sharp": True}
-    raw = sorted(name for name, options in configs.items() if options)
-    raw += sorted({value[1] for value in likelihoods.values() if isinstance(value[1], str) and isinstance(value, tuple)})
+    totals = [options.get("total_count") for options in configs.values()]
+    raw = [name for name, options in configs.items() if options]
+    raw += [total for total in totals if isinstance(total, str)]
     held = {"raw_metrics": raw, "growth": GROWTH if stream else 1.0}
     kwargs: dict[str, Any] = {
         "surrogate_spec": SurrogateSpec(
@@ -132,7 +137,8 @@ def generation_strategy(
         "torch_device": None if torch_device is None else torch.device(torch_device),
         "transforms": [
             *([LearnFailures] if statuses else []),
-            *MBM_X_trans,
+            MapKeyToFloat,
+            *Mixed_transforms,
             Derelativize,
             StreamWinsorize,
             StreamBilogY,
@@ -156,7 +162,7 @@ def generation_strategy(
             name=_NODE,
             generator_specs=[
                 GeneratorSpec(
-                    generator_enum=Generators.BOTORCH_MODULAR,
+                    generator_enum=SequentialGenerators.BOTORCH,
                     generator_kwargs=kwargs,
                     generator_gen_kwargs=gen_kwargs,
                 )
@@ -199,7 +205,10 @@ def _initial_node(
     return GenerationNode(
         name="Sobol",
         generator_specs=[
-            GeneratorSpec(generator_enum=Generators.SOBOL, generator_kwargs={"seed": seed})
+            GeneratorSpec(
+                generator_enum=SequentialGenerators.INITIAL if failures else Generators.SOBOL,
+                generator_kwargs={"seed": seed},
+            )
         ],
         transition_criteria=[
             MinTrials(
@@ -224,3 +233,31 @@ def _initial_node(
         should_deduplicate=True,
         suggested_experiment_status=ExperimentStatus.INITIALIZATION,
     )
+
+
+def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How probable it is that trials do not fail, according to the models of the last trial.
+
+    Args:
+        client: A client with the `generation_strategy` of this module.
+        points: Parameters, one mapping a trial.
+
+    Returns:
+        A probability for each; as long as no trial has failed, one.
+    """
+    adapter = client._generation_strategy.adapter
+    if not isinstance(adapter, SequentialAdapter):
+        raise RuntimeError(
+            "There is no model yet, or another generation strategy: ask for trials beyond the "
+            "initial ones of seqgp.ax.generation_strategy first."
+        )
+    model, _ = validity_of(adapter.botorch_surrogate)
+    if model is None:
+        return [1.0] * len(points)
+    features = [ObservationFeatures(parameters=dict(point)) for point in points]
+    for transform in adapter.transforms.values():
+        features = transform.transform_observation_features(features)
+    X = adapter._transform_observation_features(features).to(model.observed.X)
+    with torch.no_grad():
+        posterior: Any = model.posterior(X.unsqueeze(-2))
+        return posterior.mean.flatten().tolist()

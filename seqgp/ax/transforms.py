@@ -41,7 +41,7 @@ class LearnFailures(Transform):
         failed = self._failed_trials()
         if not failed or observations.empty:
             return experiment_data
-        rows = {
+        rows: dict[tuple[int, str], dict[str, Any]] = {
             (trial.index, arm.name): {**arm.parameters, "metadata": {}}
             for trial in failed
             for arm in trial.arms
@@ -67,9 +67,9 @@ class LearnFailures(Transform):
     def _failed_trials(self) -> list[BaseTrial]:
         if self.adapter is None:
             raise ValueError("adapter: LearnFailures needs one, to know which trials have failed.")
-        statuses = self.config.get("statuses", ("FAILED", "ABANDONED"))
+        statuses: Any = self.config.get("statuses", ("FAILED", "ABANDONED"))
         trials = self.adapter._experiment.trials_by_status
-        return [trial for name in statuses for trial in trials[TrialStatus[name]]]  # type: ignore[union-attr]
+        return [trial for name in statuses for trial in trials[TrialStatus[name]]]
 
     def _is_in_design(self, parameters: Any) -> bool:
         assert self.adapter is not None

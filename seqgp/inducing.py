@@ -77,6 +77,36 @@ def choose_inducing_points(
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
 
 
+def sample_inducing_points(
+    Z: Tensor, new: Tensor, num_seen: int, max_points: int, generator: torch.Generator
+) -> Tensor:
+    """Inducing points that remain a sample of all inputs of a stream.
+
+    New inputs fill empty places, and take those of old points, in proportion to their number among
+    all inputs so far (reservoir sampling). Unlike `choose_inducing_points` this does not prefer
+    outliers, which is what the worst explained inputs are when there are many input dimensions.
+
+    Args:
+        Z: ``m x d`` present inducing points.
+        new: ``n x d`` new inputs.
+        num_seen: How many inputs came before.
+        max_points: The largest number of inducing points.
+        generator: Draws them, on the CPU.
+
+    Returns:
+        ``m' x d`` inducing points; ``Z`` itself if there are no new inputs.
+    """
+    n = len(new)
+    if not n:
+        return Z
+    number = min(max_points, (len(Z) if num_seen else 0) + n)
+    added = min(n, max(round(number * n / (num_seen + n)), number - len(Z)))
+    device = Z.device
+    order = torch.randperm(n, generator=generator, device="cpu")[:added].to(device)
+    kept = torch.randperm(len(Z), generator=generator, device="cpu")[: number - added].to(device)
+    return torch.cat([Z[kept.sort().values], new[order.sort().values].to(Z)])
+
+
 def _exchange(
     Z: Tensor, candidates: Tensor, kernel: Kernel, prior: Tensor, tolerated: float, gain: float
 ) -> Tensor:

@@ -23,6 +23,7 @@ from botorch.models.utils.inducing_point_allocators import (
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
+from gpytorch.likelihoods import BernoulliLikelihood, SoftmaxLikelihood
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
@@ -30,7 +31,8 @@ from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import is_conjugate, precision_floor
 from seqgp.fit import clamp_to_bounds, turning_back
-from seqgp.inducing import choose_inducing_points
+from seqgp.inducing import choose_inducing_points, sample_inducing_points
+from seqgp.likelihoods import OrdinalLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
 from seqgp.observations import Observations
@@ -129,7 +131,10 @@ class StreamMixin:
             learning_rate: Adam's learning rate.
             inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
                 them (`seqgp.inducing`), ``"learn"`` moves them by gradient along with the
-                hyperparameters, ``"both"`` does both, ``"fixed"`` leaves them alone. By default
+                hyperparameters, ``"both"`` does both, ``"sample"`` lets new inputs take the places
+                of old points at random, so that they stay a sample of all inputs (for inputs of
+                many dimensions, where each is far from all others), ``"fixed"`` leaves them alone.
+                By default
                 ``"both"`` (``"learn"`` in paper mode), or ``"fixed"`` if nothing is learnt or the
                 model was told not to learn them.
             max_inducing: Their largest number if they are adapted; by default what the model was
@@ -161,8 +166,10 @@ class StreamMixin:
             Z = self.variational_strategy.inducing_points
             learns = learn and isinstance(Z, torch.nn.Parameter)
             inducing = ("learn" if mode == "paper" else "both") if learns else "fixed"
-        if inducing not in ("learn", "adapt", "both", "fixed"):
-            raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
+        if inducing not in ("learn", "adapt", "both", "sample", "fixed"):
+            raise ValueError(
+                f"inducing: expected learn, adapt, both, sample or fixed, got {inducing!r}."
+            )
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
         if self.num_updates and mode != self.stream_mode:
@@ -206,6 +213,8 @@ class StreamMixin:
                 if mode == "paper" and allocator is None:
                     allocator = GreedyVarianceReduction()
                 self._adapt_inducing_points(max_inducing, allocator)
+            if inducing == "sample":
+                self._sample_inducing_points(X, max_inducing)
             learns_Z = inducing in ("learn", "both")
             if mode == "paper":
                 taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
@@ -222,8 +231,10 @@ class StreamMixin:
                 start = sites if weights is None else Sites(*(weights * each for each in sites))
                 with torch.no_grad():
                     bound, _ = self.bound(start, max_steps=site_steps)
-            kept = memory.choose(leverage, num_new, self.num_updates)
-            inclusion = memory.inclusion_of(leverage, num_new)
+            limits = memory.at(self.num_seen + num_new)
+            classes = self._classes() if memory.balance else None
+            kept = limits.choose(leverage, num_new, self.num_updates, classes)
+            inclusion = limits.inclusion_of(leverage, num_new, classes)
             self.memory_weights = self.memory_weights / inclusion
             if mode == "paper":
                 remember(self, kept)
@@ -461,6 +472,18 @@ class StreamMixin:
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
             strategy.start_from(chosen)
 
+    def _sample_inducing_points(self: Any, X: Tensor, max_points: int | None) -> None:
+        """Some of the new inputs as inducing points, in the place of old ones."""
+        strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
+        if Z.dim() > 2:
+            raise ValueError("inducing: outputs with inducing points of their own cannot sample.")
+        number = max(Z.shape[-2], self.max_inducing) if max_points is None else max_points
+        generator = torch.Generator().manual_seed(self.num_updates)
+        new = self._transform_train_inputs(X)
+        chosen = sample_inducing_points(Z, new, self.num_seen, number, generator)
+        if chosen is not Z:
+            strategy.start_from(chosen)
+
     @torch.enable_grad()
     def _learn(
         self: Any,
@@ -516,6 +539,16 @@ class StreamMixin:
                 scipy_minimize(closure, parameters, bounds, options=options)
         self.train(training)
         return taken
+
+    def _classes(self: Any) -> Tensor:
+        """The classes of the observations at hand."""
+        kinds = BernoulliLikelihood | OrdinalLikelihood | SoftmaxLikelihood
+        if isinstance(self.likelihood, kinds) and self.train_targets.dim() == 1:
+            return self.train_targets
+        raise ValueError(
+            "balance: expected observations of one output that are classes, got those of "
+            f"{self._num_columns} with a {type(self.likelihood).__name__}."
+        )
 
     def _replay_weights(self: Any) -> Tensor | None:
         """How often each observation at hand counts (`MemoryOptions.replay`); ``None`` for once."""

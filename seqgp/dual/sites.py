@@ -362,7 +362,7 @@ def _softmax_expectations(
         rule: Any = expectations.dispatch(object)
         return rule(likelihood, targets, mean, variance, **kwargs)
     mean, variance = _per_target(likelihood, targets, mean, variance)
-    normaliser, probability, curvature = _normaliser(mean, variance)
+    normaliser, probability, curvature = softmax_normaliser(mean, variance)
     index = _class_index(targets, mean)
     log_prob = mean.gather(-1, index).squeeze(-1) - normaliser
     one_hot = torch.zeros_like(mean).scatter(-1, index, 1.0)
@@ -375,14 +375,14 @@ def _class_index(targets: Tensor, latents: Tensor) -> Tensor:
 
 
 class _ExpectedNormaliser(torch.autograd.Function):
-    """The first of what `_normaliser` returns, without the graph of its samples.
+    """The first of what `softmax_normaliser` returns, without the graph of its samples.
 
     Its derivatives are known by the time it is; a derivative of these goes through the samples.
     """
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, variance: Tensor) -> Tensor:
-        normaliser, probability, curvature = _normaliser(mean, variance)
+        normaliser, probability, curvature = softmax_normaliser(mean, variance)
         ctx.save_for_backward(mean, variance, probability, curvature)
         return normaliser
 
@@ -390,12 +390,12 @@ class _ExpectedNormaliser(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         mean, variance, probability, curvature = ctx.saved_tensors
         if torch.is_grad_enabled():
-            _, probability, curvature = _normaliser(mean, variance)
+            _, probability, curvature = softmax_normaliser(mean, variance)
         grad = grad.unsqueeze(-1)
         return grad * probability, 0.5 * grad * curvature
 
 
-def _normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""The expectation of :math:`s(f) = \log \sum_k e^{f_k}`, and its derivatives.
 
     On base samples :math:`f_k = m_k + \sqrt{v_k} z_k`, with :math:`p = \nabla s` the classes'

@@ -36,5 +36,6 @@ BENCHMARKS = {
     "lunar": Entry("batches for a lunar lander that may crash, against rivals", "seeds"),
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
+    "ax": Entry("Ax experiments with failing trials: regret and seconds a trial", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

@@ -1,7 +1,9 @@
 """Hidden failing regions: regret with failures learnt and penalised; the cost of a batch.
 
 Constrained problems of BoTorch whose constraints are seen only as pass or fail, and whose values
-are not seen where they fail. All ways start from the same points and propose batches of three.
+are not seen where they fail. All ways start from the same points, propose batches of three and
+learn hyperparameters for each, with the same optimisers. The defaults of ours for the model of
+validity were chosen on seeds from 100 on.
 """
 
 from __future__ import annotations
@@ -16,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from botorch.acquisition import qLogNoisyExpectedImprovement
-from botorch.acquisition.objective import GenericMCObjective
-from botorch.fit import fit_gpytorch_mll
-from botorch.models import ModelListGP, SingleTaskGP
-from botorch.models.transforms import Normalize, Standardize
-from botorch.optim import optimize_acqf
-from botorch.sampling import SobolQMCNormalSampler
+from botorch.models.transforms import Standardize
 from botorch.test_functions import Hartmann
 from botorch.test_functions.synthetic import (
     ConstrainedGramacy,
@@ -31,17 +27,17 @@ from botorch.test_functions.synthetic import (
 )
 from botorch.utils.sampling import draw_sobol_samples
 from gpytorch.likelihoods import BernoulliLikelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
+from benchmarks.baselines.qlognei import qlognei_batch
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
 from seqgp.acquisition import best_valid, fantasy_batch, valid_improvement
 from seqgp.loop import BatchOptimizer
 
 BATCH = 3
-OPTIMIZE: dict[str, Any] = {"num_restarts": 2, "raw_samples": 64, "options": {"maxiter": 20}}
-FIT = {"maxiter": 20}
+OPTIMIZE: dict[str, Any] = {"num_restarts": 4, "raw_samples": 256, "options": {"maxiter": 40}}
+FIT = {"maxiter": 50}
 #: Problem, initial evaluations, evaluations in all.
 PROBLEMS: dict[str, tuple[Callable[..., ConstrainedSyntheticTestFunction], int, int]] = {
     "Gramacy": (ConstrainedGramacy, 6, 30),
@@ -134,31 +130,13 @@ def run_ours(
 
 
 def run_qlognei(X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor) -> Tensor:
-    """BoTorch's way: a Gaussian model of the outcome 0 or 1, which has to exceed one half."""
+    """BoTorch's way, or random points as long as nothing is valid."""
     while len(X) < evaluations:
         Y, valid = evaluate(X)
-        if not valid.any():
-            X = torch.cat([X, draw_sobol_samples(bounds, BATCH, 1, seed=len(X)).squeeze(1)])
-            continue
-        models = []
-        for inputs, targets in ((X[valid], Y[valid]), (X, valid.to(X))):
-            model = SingleTaskGP(
-                inputs,
-                targets.unsqueeze(-1),
-                input_transform=Normalize(X.shape[-1], bounds=bounds),
-                outcome_transform=Standardize(1),
-            )
-            mll = ExactMarginalLogLikelihood(model.likelihood, model)
-            fit_gpytorch_mll(mll, optimizer_kwargs={"options": FIT})
-            models.append(model)
-        acquisition = qLogNoisyExpectedImprovement(
-            ModelListGP(*models),
-            X_baseline=X,
-            sampler=SobolQMCNormalSampler(torch.Size([128]), seed=0),
-            objective=GenericMCObjective(lambda samples, X: samples[..., 0]),
-            constraints=[lambda samples: 0.5 - samples[..., 1]],
-        )
-        new, _ = optimize_acqf(acquisition, bounds, BATCH, sequential=True, **OPTIMIZE)
+        if valid.any():
+            new = qlognei_batch(X, Y, valid, bounds, BATCH, FIT, OPTIMIZE)
+        else:
+            new = draw_sobol_samples(bounds, BATCH, 1, seed=len(X)).squeeze(1)
         X = torch.cat([X, new])
     return X
 

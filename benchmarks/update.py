@@ -3,7 +3,8 @@
 500 new observations, at most 400 in the memory, one thread. ``condition`` learns no
 hyperparameters, ``learn`` takes 20 steps on them and on the inducing points; ``refit`` builds a
 model from all that has been seen, at given hyperparameters, which is the least that starting again
-can cost.
+can cost. ``drift`` updates with one observation at a time, and compares with a model that is given
+all of them at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         Unit(f"memory/n={n}", partial(peak_memory, memory_of_update, n=n, m=inducing[0]))
         for n in sizes
     ]
+    work.append(Unit("drift", partial(measure_drift, 300 if options.quick else 100_000)))
     return {"quick": options.quick, "dtype": "float64", "new": NEW, "memory": 400, "d": D}, work
 
 
@@ -112,8 +114,31 @@ def memory_of_update(n: int, m: int) -> Iterator[int]:
     model.update(X, Y, memory=MEMORY, steps=20)
 
 
+def measure_drift(n: int, m: int = 20) -> dict[str, Any]:
+    """How far ``n`` updates with one observation each are from learning all of them at once."""
+    generator = torch.Generator().manual_seed(0)
+    X, Y = make_data("gaussian", n, generator)
+    Z, points = X[:m], make_data("gaussian", 200, generator)[0]
+    model = make_model("gaussian", m, X[:0], Y[:0], Z)
+    seen, checks, differences = 0, [n // 100, n // 10, n], []
+    for check in checks:
+        for i in range(seen, check):
+            model.update(X[i : i + 1], Y[i : i + 1], memory=0, learn=False)
+        seen = check
+        with torch.no_grad():
+            streamed = model.posterior(points)
+            at_once = make_model("gaussian", m, X[:seen], Y[:seen], Z).posterior(points)
+            differences.append(
+                [
+                    float((getattr(streamed, moment) - getattr(at_once, moment)).abs().max())
+                    for moment in ("mean", "variance")
+                ]
+            )
+    return {"updates": checks, "differences": differences}
+
+
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
-    """Two tables."""
+    """Three tables."""
     lines = [
         "Seconds of one update with 500 new observations and 400 in the memory (fastest round), "
         "after ``n`` have been seen; and of building a model from those ``n``:",
@@ -140,4 +165,15 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         if key.startswith("memory/"):
             n = int(key.partition("=")[2])
             lines.append(f"| {n:,} | {unit['before']:.0f} | {unit['extra']:.0f} |")
+    if "drift" in units:
+        lines += [
+            "",
+            "Largest difference of the posterior at 200 points after updates with one observation "
+            "each, all folded, from that of a model given all at once:",
+            "",
+            "| updates | mean | variance |",
+            "|---|---|---|",
+        ]
+        rows = zip(units["drift"]["updates"], units["drift"]["differences"], strict=True)
+        lines += [f"| {n:,} | {mean:.1e} | {variance:.1e} |" for n, (mean, variance) in rows]
     return "\n".join(lines)

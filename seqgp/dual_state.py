@@ -24,6 +24,7 @@ from seqgp.dual import (
     Duals,
     Factors,
     Summary,
+    discounted,
     duals_now,
     empty_summary,
     factorise,
@@ -182,11 +183,23 @@ class DualState(_VariationalStrategy):
         duals = Duals(self.summary_lam, self.summary_B)
         return Summary(duals, self.summary_square, self.summary_count)
 
+    #: How much of the summary counts.
+    summary_share: float = 1.0
+
+    @property
+    def counted_summary(self) -> Summary:
+        """The summary as far as it counts; the rest is what weighted observations stand for."""
+        return (
+            self.summary
+            if self.summary_share == 1
+            else discounted(self.summary, self.summary_share)
+        )
+
     def _base(self, basis: Basis, likelihood: Likelihood) -> Duals | None:
         """The summary's duals in the present basis; ``None`` if it is empty."""
-        if not bool(self.summary_count.any()):
+        if not bool(self.summary_count.any()) or self.summary_share == 0:
             return None
-        return duals_now(self.summary, basis, summary_noise(likelihood))
+        return duals_now(self.counted_summary, basis, summary_noise(likelihood))
 
     # ---------------------------------------------------------------- state and its cache
 

@@ -77,28 +77,82 @@ def choose_inducing_points(
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
 
 
+def sample_inducing_points(
+    Z: Tensor, new: Tensor, num_seen: int, max_points: int, generator: torch.Generator
+) -> Tensor:
+    """Inducing points that remain a sample of all inputs of a stream.
+
+    New inputs fill empty places, and take those of old points, in proportion to their number among
+    all inputs so far (reservoir sampling). Unlike `choose_inducing_points` this does not prefer
+    outliers, which is what the worst explained inputs are when there are many input dimensions.
+
+    Args:
+        Z: ``m x d`` present inducing points.
+        new: ``n x d`` new inputs.
+        num_seen: How many inputs came before.
+        max_points: The largest number of inducing points.
+        generator: Draws them, on the CPU.
+
+    Returns:
+        ``m' x d`` inducing points; ``Z`` itself if there are no new inputs.
+    """
+    n = len(new)
+    if not n:
+        return Z
+    number = min(max_points, (len(Z) if num_seen else 0) + n)
+    added = min(n, max(round(number * n / (num_seen + n)), number - len(Z)))
+    device = Z.device
+    order = torch.randperm(n, generator=generator, device="cpu")[:added].to(device)
+    kept = torch.randperm(len(Z), generator=generator, device="cpu")[: number - added].to(device)
+    return torch.cat([Z[kept.sort().values], new[order.sort().values].to(Z)])
+
+
 def _exchange(
     Z: Tensor, candidates: Tensor, kernel: Kernel, prior: Tensor, tolerated: float, gain: float
 ) -> Tensor:
-    """Redundant points exchanged for candidates, at most each of them once."""
-    K = _first(to_dense(kernel(Z)), 2).clone()
-    cross = _first(to_dense(kernel(Z, candidates)), 2).clone()
-    points, jitter = Z, relative_jitter(Z.dtype)
+    r"""Redundant points exchanged for candidates, at most each of them once.
+
+    Kept up to date, at :math:`O(m^2 + m n)` an exchange, are :math:`P = K_{zz}^{-1}`, of which
+    :math:`1 / P_{jj}` is the variance of a point's value given those of all others, the weights
+    :math:`B = P K_{zx}` and what they leave unexplained. Without point ``j``
+
+    .. math::
+        P' = P - P_j P_j^T / P_{jj}, \quad B' = B - P_j B_j^T / P_{jj}, \quad
+        r' = r + B_j^2 / P_{jj},
+
+    and a point with covariances ``g`` and variance ``s`` given the others comes in by the same
+    formulas read backwards. In double precision, in which rounding errors stay far below what is
+    decided on.
+    """
+    jitter, points = relative_jitter(Z.dtype), Z.clone()
+    K = _first(to_dense(kernel(Z)), 2).double()
+    cross = _first(to_dense(kernel(Z, candidates)), 2).double().clone()
+    P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
+    B, prior = P @ cross, prior.double()
+    unexplained = prior - (cross * B).sum(0)
+    exchanged = False
     for _ in range(len(Z)):
-        chol = scaled_cholesky(K, jitter)
-        unexplained = prior - solve_lower(chol, cross).square().sum(0)
-        # 1 / [K^-1]_jj is the variance of a point's value given those of all others.
-        own = 1 / torch.cholesky_inverse(chol).diagonal()
-        new, old = int(unexplained.argmax()), int(own.argmin())
-        if float(unexplained[new]) <= max(tolerated, gain * float(own[old])):
+        old, new = int(P.diagonal().argmax()), int(unexplained.argmax())
+        if float(unexplained[new]) <= max(tolerated, gain / float(P[old, old])):
             break
-        if points is Z:
-            points = Z.clone()
-        points[old] = candidates[new]
-        cross[old] = _row(kernel, candidates, new)
-        K[old] = K[:, old] = cross[:, new]
-        K[old, old] = prior[new]
-    return points
+        weights, own = P[old] / P[old, old].sqrt(), B[old] / P[old, old].sqrt()
+        P.addr_(weights, weights, alpha=-1)
+        B.addr_(weights, own, alpha=-1)
+        unexplained += own.square()
+        P[old], P[:, old], B[old] = 0, 0, 0
+
+        row = _row(kernel, candidates, new).double()
+        column = cross[:, new].clone()
+        column[old] = 0  # what is left of the points
+        given = row - column @ B
+        deviation = (given[new] + jitter * prior[new]).sqrt()
+        weights, own = -B[:, new] / deviation, given / deviation
+        weights[old] = 1 / deviation
+        P.addr_(weights, weights)
+        B.addr_(weights, own)
+        unexplained -= own.square()
+        points[old], cross[old], exchanged = candidates[new], row, True
+    return points if exchanged else Z
 
 
 def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:

@@ -16,7 +16,6 @@ from botorch.utils.transforms import unnormalize
 from gpytorch.kernels import ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
-from gpytorch.priors import LogNormalPrior
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
@@ -55,7 +54,8 @@ class BatchOptimizer:
         num_initial: How many evaluations there are to be before models are used; until then `ask`
             proposes quasi-random points. By default ``2 (d + 1)``.
         fantasy: How outcomes are imagined, see `seqgp.acquisition.fantasy_outcome`.
-        separation: How far the points of a batch keep from each other; see `fantasy_batch`.
+        separation: How far the points of a batch keep from each other, and from evaluations that
+            failed; see `fantasy_batch`.
         learn_from_failures: Whether the values of failed evaluations that have one teach the
             objective's model something. By default they are ignored. As long as nothing is valid,
             the best of them is what is to be improved on, by expected improvement alone.
@@ -116,7 +116,7 @@ class BatchOptimizer:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
         optimizer = options.get("optimizer")
         others = {name: value for name, value in options.items() if name != "optimizer"}
-        check_options(bounds, 1, [fantasy], None, separation, optimizer, others)
+        check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others)
         d = bounds.shape[-1]
         self.bounds = bounds.detach().clone()
         self.maximize, self.seed = maximize, seed
@@ -171,6 +171,7 @@ class BatchOptimizer:
                 q,
                 fantasy=self.fantasy,
                 X_pending=X_pending,
+                X_avoid=self.X[~self.valid],
                 separation=self.separation,
                 seed=seed,
                 progress=progress,
@@ -375,15 +376,20 @@ class BatchOptimizer:
         )
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:
-        """A classifier that is sure of itself near data: where evaluations fail is often sharp."""
+        """A classifier that is sure of itself near data: where evaluations fail is often sharp.
+
+        A variance that is learnt is too small for that: sharp labels tell nothing about it beyond
+        that it is large, and the bound prefers what is easy to approximate.
+        """
         kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=False)
-        scaled = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(4.0, 1.0))
-        scaled.outputscale = 30.0
+        scaled = ScaleKernel(kernel).to(X)
+        scaled.outputscale = 100.0
+        scaled.raw_outputscale.requires_grad_(False)
         return SequentialGP(
             X,
             labels,
             likelihood=BernoulliLikelihood(),
-            covar_module=scaled.to(X),
+            covar_module=scaled,
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
         )
 

@@ -7,8 +7,8 @@ A policy is any function ``policy(leverage, size, generator)`` that returns the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,16 +47,37 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
+    """``total`` places for groups of some sizes: as even as it goes, none empty if it can be."""
+    if total is None:
+        return [None for _ in counts]
+    shares: list[int | None] = [0 for _ in counts]
+    left = int(total)
+    for number, k in enumerate(sorted(range(len(counts)), key=lambda k: counts[k])):
+        share = min(counts[k], left // (len(counts) - number))
+        shares[k], left = share, left - share
+    return shares
+
+
 @dataclass(frozen=True)
 class MemoryOptions:
     """How much of a stream is remembered, and what.
 
     Attributes:
-        capacity: The largest number of observations that are kept; ``None`` for no limit.
+        capacity: The largest number of observations that are kept, or, as a ``float`` between 0
+            and 1, their share of all that have been seen; ``None`` for no limit.
         per_update: The largest number of new ones that are taken over at each update; ``None``
             for no limit. With a limit, old ones are only given up if the capacity demands it.
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
         seed: Seed of the draws.
+        replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
+            observation that is not Gaussian keeps the site that it had, which says little about
+            classes that nobody had seen by then. With 0 (the default) that has to do. With 1 the
+            summary does not count; instead every remembered observation counts for all those that
+            it was drawn from, by the inverse of the probability of being kept. In between, each
+            counts in part.
+        balance: Whether the classes of a classification share the places evenly, as far as there
+            are enough of each.
 
     Example:
         >>> import torch
@@ -70,30 +91,69 @@ class MemoryOptions:
         tensor([3, 4])
     """
 
-    capacity: int | None = 500
+    capacity: int | float | None = 500
     per_update: int | None = None
     policy: str | Policy = "leverage"
     seed: int = 0
+    replay: float = 0.0
+    balance: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in {*POLICIES, "none"}:
             names = ", ".join(map(repr, [*POLICIES, "none"]))
             raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
+        if not 0 <= self.replay <= 1:
+            raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         for name in ("capacity", "per_update"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
+        if isinstance(self.capacity, float) and self.capacity > 1:
+            raise ValueError(
+                f"capacity: expected a whole number, or a share between 0 and 1, got "
+                f"{self.capacity}."
+            )
 
-    def inclusion_of(self, leverage: Tensor, num_new: int) -> Tensor:
+    def at(self, num_seen: int) -> MemoryOptions:
+        """The same with the capacity as a number, once so many observations have been seen."""
+        if not isinstance(self.capacity, float):
+            return self
+        return replace(self, capacity=int(self.capacity * num_seen))
+
+    def inclusion_of(self, leverage: Tensor, num_new: int, classes: Tensor | None = None) -> Tensor:
         """How probable it was for each of ``n`` observations to be kept; arguments as `choose`."""
         n, probability = len(leverage), torch.ones_like(leverage)
+        if self.balance and classes is not None:
+            for index, options, number in self._by_class(classes, num_new):
+                probability[index] = options.inclusion_of(leverage[index], number)
+            return probability
         if self.per_update is not None and num_new > self.per_update:
             new = slice(n - num_new, n)
             probability[new] = self._inclusion(leverage[new], self.per_update)
         expected = float(probability.sum())
         if self.capacity is not None and expected > self.capacity:
-            probability = probability * self._inclusion(leverage, self.capacity)
+            probability = probability * self._inclusion(leverage, int(self.capacity))
         return probability.clamp_min(torch.finfo(leverage.dtype).tiny)
+
+    def _by_class(
+        self, classes: Tensor, num_new: int
+    ) -> Iterator[tuple[Tensor, MemoryOptions, int]]:
+        """Indices of the observations of each class, what they may take, and how many are new."""
+        labels, members = classes.unique(return_inverse=True)
+        is_new = torch.arange(len(classes), device=classes.device) >= len(classes) - num_new
+        index = [(members == k).nonzero().squeeze(-1) for k in range(len(labels))]
+        new = [int(is_new[i].sum()) for i in index]
+        capacity = _even_shares([len(i) for i in index], self.capacity)
+        per_update = _even_shares(new, self.per_update)
+        for k, i in enumerate(index):
+            options = replace(
+                self,
+                capacity=capacity[k],
+                per_update=per_update[k],
+                seed=self.seed + 7919 * k,
+                balance=False,
+            )
+            yield i, options, new[k]
 
     def _inclusion(self, leverage: Tensor, size: int) -> Tensor:
         r"""Probabilities to be among ``size`` that are drawn.
@@ -112,15 +172,24 @@ class MemoryOptions:
             low, high = (middle, high) if total < size else (low, middle)
         return -torch.expm1(-math.exp(high) * share).to(leverage)
 
-    def choose(self, leverage: Tensor, num_new: int, update: int) -> Tensor:
+    def choose(
+        self, leverage: Tensor, num_new: int, update: int, classes: Tensor | None = None
+    ) -> Tensor:
         """Indices of the observations to keep.
 
         Args:
             leverage: ``n`` leverage scores, those of the ``num_new`` new observations last.
             num_new: How many are new.
             update: The number of the update, which with the seed determines the draws.
+            classes: ``n`` classes, for a balance between them.
         """
         n, device = len(leverage), leverage.device
+        if self.balance and classes is not None and self.policy != "none":
+            chosen = [
+                index[options.choose(leverage[index], number, update)]
+                for index, options, number in self._by_class(classes, num_new)
+            ]
+            return torch.cat([*chosen, torch.arange(0, device=device)]).sort().values
         if self.policy == "none":
             return torch.arange(0, device=device)
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
@@ -135,6 +204,6 @@ class MemoryOptions:
                 new = policy(leverage[old:], self.per_update, generator)
                 candidates = torch.cat([candidates, old + new])
         if self.capacity is not None and len(candidates) > self.capacity:
-            kept = policy(leverage[candidates], self.capacity, generator)
+            kept = policy(leverage[candidates], int(self.capacity), generator)
             candidates = candidates[kept]
         return candidates

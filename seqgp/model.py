@@ -38,6 +38,7 @@ from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperato
 from torch import Tensor
 
 from seqgp.dual import Sites
+from seqgp.dual.natural_gradient import stopping_after
 from seqgp.dual.sites import has_closed_form, has_one_latent, is_conjugate
 from seqgp.fit import fit
 from seqgp.likelihoods import OverdispersedBinomialLikelihood
@@ -406,11 +407,13 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
 
     @torch.no_grad()
-    def refresh(self, tol: float = 1e-8) -> None:
+    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> None:
         """Converge the sites of the training data at the present hyperparameters.
 
         Args:
             tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
+            max_steps: The largest number of passes over the data, at which it may end without
+                having converged; by default 100, with a warning.
         """
         self.check_not_fantasy()
         X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
@@ -419,13 +422,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         if is_conjugate(self.likelihood):
             strategy.natural_gradient_step(X, Y, self.likelihood, **arguments)
         else:
-            strategy.converge(X, Y, self.likelihood, tol=tol, **arguments)
+            options: dict[str, Any] = {"tol": tol, "weights": self._replay_weights()}
+            with stopping_after(max_steps) as most:
+                strategy.converge(X, Y, self.likelihood, max_steps=most, **options, **arguments)
 
     def bound(
         self,
         start: Sites | None = None,
         tol: float = 1e-8,
         stands_for: Tensor | None = None,
+        max_steps: int | None = None,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
@@ -433,11 +439,14 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             start: Sites to start from.
             tol: Relative tolerance for the sites.
             stands_for: For how much of what was folded the first observations stand.
+            max_steps: As for `refresh`.
         """
         X, Y, arguments = self.training_data()
-        return self.variational_strategy.bound(
-            X, Y, self.likelihood, start, tol, stands_for, **arguments
-        )
+        weights = self._replay_weights()
+        with stopping_after(max_steps) as most:
+            return self.variational_strategy.bound(
+                X, Y, self.likelihood, start, tol, stands_for, weights, most, **arguments
+            )
 
     @torch.no_grad()
     def natural_gradient_step(

@@ -25,12 +25,14 @@ class Observations:
         likelihood: Their likelihood.
         arguments: Per-point arguments of the likelihood, ``... x n`` (``noise=``,
             ``total_count=``, ...).
+        weights: ``n``, how often each counts; ``None`` for once.
     """
 
     inputs: Tensor
     targets: Tensor
     likelihood: Likelihood
     arguments: dict[str, Any] = field(default_factory=dict)
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return self.inputs.shape[-2]
@@ -47,6 +49,7 @@ class Observations:
             inputs=self.inputs[..., index, :],
             targets=self.targets[..., index],
             arguments=arguments,
+            weights=None if self.weights is None else self.weights[index],
         )
 
     def append(self, other: Observations) -> Observations:
@@ -97,6 +100,11 @@ class Observations:
         """
 
         def evaluate(mean: Tensor, variance: Tensor) -> Expectations:
+            if self.weights is None:
+                return once(mean, variance)
+            return Expectations(*(self.weights * each for each in once(mean, variance)))
+
+        def once(mean: Tensor, variance: Tensor) -> Expectations:
             if not several_latents:
                 return expectations(self.likelihood, self.targets, mean, variance, **self.arguments)
             log_prob, alpha, beta = expectations(

@@ -33,7 +33,7 @@ from torch.distributions import (
 )
 
 from seqgp.distributions import LogitNormalBinomial
-from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples
+from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples, softmax_normaliser
 from seqgp.likelihoods import OverdispersedBinomialLikelihood
 
 #: Nodes for the moments of observations; GPyTorch's own 20 are few for heavy right tails.
@@ -149,6 +149,25 @@ class ObservationPosterior(Posterior):
         return self._moments()[0]
 
     @property
+    def probabilities(self) -> Tensor:
+        """``... x q x c``, the probability of each class, if observations are classes."""
+        mean, variance = self.latent.mean, self.latent.variance
+        if isinstance(self.likelihood, SoftmaxLikelihood) and (
+            self.likelihood.mixing_weights is None
+        ):
+            return softmax_normaliser(mean, variance)[1]
+        if isinstance(self.likelihood, BernoulliLikelihood):
+            positive = self.mean
+            return torch.cat([1 - positive, positive], -1)
+        nodes, weights = self._nodes(mean)
+        conditional = self._conditional(mean + variance.sqrt() * nodes)
+        if not isinstance(conditional, Categorical):
+            raise UnsupportedError(
+                f"Observations of a {type(self.likelihood).__name__} are not classes."
+            )
+        return torch.tensordot(weights, conditional.probs, 1)
+
+    @property
     def variance(self) -> Tensor:
         """``... x q x m``, ``Var[y]``, by the law of total variance."""
         return self._moments()[1]
@@ -164,8 +183,8 @@ class ObservationPosterior(Posterior):
             "and a ModelList for observations of several models."
         )
 
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        mean, variance = self.latent.mean, self.latent.variance
+    def _nodes(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes ``k x ...`` that broadcast against the latents' mean, and ``k`` weights."""
         if self.several_latents:
             base = base_samples(mean.shape[-1], NUM_BASE_SAMPLES, mean.dtype, mean.device)
             nodes = base.reshape(-1, *[1] * (mean.dim() - 1), mean.shape[-1])
@@ -174,6 +193,11 @@ class ObservationPosterior(Posterior):
             x, w = np.polynomial.hermite_e.hermegauss(NUM_NODES)
             nodes = torch.from_numpy(x).to(mean).reshape(-1, *[1] * mean.dim())
             weights = torch.from_numpy(w / math.sqrt(2 * math.pi)).to(mean)
+        return nodes, weights
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        mean, variance = self.latent.mean, self.latent.variance
+        nodes, weights = self._nodes(mean)
         conditional = self._conditional(mean + variance.sqrt() * nodes)
         first, second = _conditional_moments(conditional)
         average = torch.tensordot(weights, first, 1)

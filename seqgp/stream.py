@@ -23,14 +23,16 @@ from botorch.models.utils.inducing_point_allocators import (
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
 from botorch.optim.utils import get_parameters_and_bounds
+from gpytorch.likelihoods import BernoulliLikelihood, SoftmaxLikelihood
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
-from seqgp.dual.sites import precision_floor
+from seqgp.dual.sites import is_conjugate, precision_floor
 from seqgp.fit import clamp_to_bounds, turning_back
-from seqgp.inducing import choose_inducing_points
+from seqgp.inducing import choose_inducing_points, sample_inducing_points
+from seqgp.likelihoods import OrdinalLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
 from seqgp.observations import Observations
@@ -102,6 +104,7 @@ class StreamMixin:
         inducing: str | None = None,
         max_inducing: int | None = None,
         discount: float = 1.0,
+        site_steps: int | None = None,
         **arguments: Any,
     ) -> UpdateRecord:
         """Learn from the next batch of a stream, in place and at constant cost.
@@ -128,12 +131,18 @@ class StreamMixin:
             learning_rate: Adam's learning rate.
             inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
                 them (`seqgp.inducing`), ``"learn"`` moves them by gradient along with the
-                hyperparameters, ``"both"`` does both, ``"fixed"`` leaves them alone. By default
+                hyperparameters, ``"both"`` does both, ``"sample"`` lets new inputs take the places
+                of old points at random, so that they stay a sample of all inputs (for inputs of
+                many dimensions, where each is far from all others), ``"fixed"`` leaves them alone.
+                By default
                 ``"both"`` (``"learn"`` in paper mode), or ``"fixed"`` if nothing is learnt or the
                 model was told not to learn them.
             max_inducing: Their largest number if they are adapted; by default what the model was
                 built with, or would have been had there been enough inputs.
             discount: Factor for what the summary held before, for streams that drift.
+            site_steps: The largest number of passes over the data that each convergence of the
+                sites may take. By default as many as it takes, up to 100; thousands of observations
+                of many classes can do with 10.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
 
         Returns:
@@ -157,8 +166,10 @@ class StreamMixin:
             Z = self.variational_strategy.inducing_points
             learns = learn and isinstance(Z, torch.nn.Parameter)
             inducing = ("learn" if mode == "paper" else "both") if learns else "fixed"
-        if inducing not in ("learn", "adapt", "both", "fixed"):
-            raise ValueError(f"inducing: expected learn, adapt, both or fixed, got {inducing!r}.")
+        if inducing not in ("learn", "adapt", "both", "sample", "fixed"):
+            raise ValueError(
+                f"inducing: expected learn, adapt, both, sample or fixed, got {inducing!r}."
+            )
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
         if self.num_updates and mode != self.stream_mode:
@@ -186,8 +197,14 @@ class StreamMixin:
             memory = MemoryOptions(capacity=memory)
         elif not isinstance(memory, MemoryOptions):
             raise TypeError(f"memory: expected MemoryOptions or a number, got {memory!r}.")
+        if memory.replay and (mode == "paper" or is_conjugate(self.likelihood)):
+            raise ValueError(
+                "replay: the paper's rule knows none, and Gaussian observations need none: their "
+                "sites stay exact; pass MemoryOptions(replay=0)."
+            )
         num_old, num_new = self.num_data, X.shape[-2]
         with _restored_on_error(self):
+            self.variational_strategy.summary_share = 1 - memory.replay
             density = self.log_predictive_density(X, targets, **arguments)
             stands_for = self._stands_for() if learn else None
             self._extend(X, targets, arguments)
@@ -196,28 +213,38 @@ class StreamMixin:
                 if mode == "paper" and allocator is None:
                     allocator = GreedyVarianceReduction()
                 self._adapt_inducing_points(max_inducing, allocator)
+            if inducing == "sample":
+                self._sample_inducing_points(X, max_inducing)
             learns_Z = inducing in ("learn", "both")
             if mode == "paper":
                 taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
             else:
                 taken = 0
                 if learn:
-                    taken = self._learn(optimizer, steps, tol, learning_rate, learns_Z, stands_for)
-                self.refresh()
+                    taken = self._learn(
+                        optimizer, steps, tol, learning_rate, learns_Z, stands_for, site_steps
+                    )
+                self.refresh(max_steps=site_steps)
             sites, leverage = self._sites_and_leverage()
-            kept = memory.choose(leverage, num_new, self.num_updates)
-            inclusion = memory.inclusion_of(leverage, num_new)
+            if mode != "paper":
+                weights = self._replay_weights()
+                start = sites if weights is None else Sites(*(weights * each for each in sites))
+                with torch.no_grad():
+                    bound, _ = self.bound(start, max_steps=site_steps)
+            limits = memory.at(self.num_seen + num_new)
+            classes = self._classes() if memory.balance else None
+            kept = limits.choose(leverage, num_new, self.num_updates, classes)
+            inclusion = limits.inclusion_of(leverage, num_new, classes)
             self.memory_weights = self.memory_weights / inclusion
             if mode == "paper":
                 remember(self, kept)
             else:
-                with torch.no_grad():
-                    bound, _ = self.bound(sites)
                 self._fold_all_but(kept, sites, discount)
                 # What is folded keeps its sites, so the posterior stays, unless old data fade or
-                # sites of negative precision, which cannot be folded, have been cut off.
-                if discount != 1 or precision_floor(self.likelihood) is None:
-                    self.refresh()
+                # sites of negative precision, which cannot be folded, have been cut off, or the
+                # memory counts for what has been folded.
+                if discount != 1 or memory.replay or precision_floor(self.likelihood) is None:
+                    self.refresh(max_steps=site_steps)
             self.stream_mode = mode
             self.num_updates += 1
             self.num_seen += num_new
@@ -445,6 +472,18 @@ class StreamMixin:
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
             strategy.start_from(chosen)
 
+    def _sample_inducing_points(self: Any, X: Tensor, max_points: int | None) -> None:
+        """Some of the new inputs as inducing points, in the place of old ones."""
+        strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
+        if Z.dim() > 2:
+            raise ValueError("inducing: outputs with inducing points of their own cannot sample.")
+        number = max(Z.shape[-2], self.max_inducing) if max_points is None else max_points
+        generator = torch.Generator().manual_seed(self.num_updates)
+        new = self._transform_train_inputs(X)
+        chosen = sample_inducing_points(Z, new, self.num_seen, number, generator)
+        if chosen is not Z:
+            strategy.start_from(chosen)
+
     @torch.enable_grad()
     def _learn(
         self: Any,
@@ -454,6 +493,7 @@ class StreamMixin:
         learning_rate: float,
         learn_inducing: bool,
         stands_for: Tensor | None,
+        site_steps: int | None,
     ) -> int:
         """Maximise the bound of memory, new observations and summary."""
         mll = DualELBO(self.likelihood, self)
@@ -471,7 +511,7 @@ class StreamMixin:
             taken += 1
             # The sites follow the hyperparameters closely from step to step: a loose tolerance.
             site_tol = 1e-3 if optimizer == "adam" else 1e-5
-            bound, sites = self.bound(sites, site_tol, stands_for)
+            bound, sites = self.bound(sites, site_tol, stands_for, site_steps)
             return -mll.with_priors(bound, 1).sum()
 
         def forget_sites() -> None:
@@ -500,6 +540,21 @@ class StreamMixin:
         self.train(training)
         return taken
 
+    def _classes(self: Any) -> Tensor:
+        """The classes of the observations at hand."""
+        kinds = BernoulliLikelihood | OrdinalLikelihood | SoftmaxLikelihood
+        if isinstance(self.likelihood, kinds) and self.train_targets.dim() == 1:
+            return self.train_targets
+        raise ValueError(
+            "balance: expected observations of one output that are classes, got those of "
+            f"{self._num_columns} with a {type(self.likelihood).__name__}."
+        )
+
+    def _replay_weights(self: Any) -> Tensor | None:
+        """How often each observation at hand counts (`MemoryOptions.replay`); ``None`` for once."""
+        share = self.variational_strategy.summary_share
+        return None if share == 1 else 1 + (1 - share) * (self.memory_weights - 1)
+
     def _stands_for(self: Any) -> Tensor | None:
         """For how much of the summary each remembered observation stands.
 
@@ -508,7 +563,7 @@ class StreamMixin:
         """
         if not self.num_data or not bool((self.memory_weights > 1).any()):
             return None
-        others = self.memory_weights - 1
+        others = (self.memory_weights - 1) * self.variational_strategy.summary_share
         if summary_noise(self.likelihood) is not None:
             return others
         sites, _ = self._sites_and_leverage()
@@ -579,6 +634,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
     training, weights = model.training, model.memory_weights
     counts = model.num_updates, model.num_seen, model.stream_mode
+    share = model.variational_strategy.summary_share
     try:
         yield
     except BaseException:
@@ -591,6 +647,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
         model.train_inputs, model.train_targets, model.likelihood_arguments = data
         model.memory_weights = weights
         model.num_updates, model.num_seen, model.stream_mode = counts
+        model.variational_strategy.summary_share = share
         model.variational_strategy._clear_cache()
         model.train(training)
         raise

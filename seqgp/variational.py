@@ -262,6 +262,7 @@ class DualVariationalStrategy(DualState):
         rho: float = 1.0,
         tol: float = 1e-6,
         max_steps: int = 100,
+        weights: Tensor | None = None,
         **arguments: Any,
     ) -> Convergence:
         """Natural-gradient steps until the sites of all the given data have converged.
@@ -276,6 +277,7 @@ class DualVariationalStrategy(DualState):
             rho: The largest step size; steps that would lower the bound are shortened.
             tol: Relative change of the duals at which to stop.
             max_steps: Passes over the data at which to stop, with a warning.
+            weights: ``n``, how often each observation counts; by default once.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -283,6 +285,7 @@ class DualVariationalStrategy(DualState):
         """
         check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
+        data = replace(data, weights=weights)
         state = self._state()
         duals, info = converge(
             state.duals,
@@ -306,6 +309,8 @@ class DualVariationalStrategy(DualState):
         start: Sites | None = None,
         tol: float = 1e-8,
         stands_for: Tensor | None = None,
+        weights: Tensor | None = None,
+        max_steps: int = 100,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
         r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
@@ -327,19 +332,23 @@ class DualVariationalStrategy(DualState):
             tol: Relative tolerance for the sites.
             stands_for: ``... [x c] x k``, the summed precision of the folded observations for which
                 each of the first ``k`` observations stands; for Gaussian noise, their number.
+            weights: ``n``, how often each observation counts; by default once.
+            max_steps: Passes over the data at which to stop with the sites, with a warning.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
             The bound, of the batch shape of model and data, and the sites.
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
+        data = replace(data, weights=weights)
         likelihood, arguments = data.likelihood, data.arguments
         batch, basis, residual = self._joint(data, stands_for)
         base = self._base(basis, likelihood)
         past = batch.A.new_zeros(())
         if base is not None:
-            past = log_constant(self.summary, basis, summary_noise(likelihood), residual)
-        if has_closed_form(likelihood):
+            noise = summary_noise(likelihood)
+            past = log_constant(self.counted_summary, basis, noise, residual)
+        if has_closed_form(likelihood) and weights is None:
             # Collapsed: the best q is known as a function of the hyperparameters.
             centred = data.targets - batch.prior_mean
             noise = observation_noise(likelihood, len(data), **arguments)
@@ -358,6 +367,7 @@ class DualVariationalStrategy(DualState):
                 self.latent_dims,
                 precision_floor(likelihood),
                 tol=tol,
+                max_steps=max_steps,
             )
         duals = tie(batch.A, site)
         factors = factorise(duals if base is None else add(duals, base))
@@ -369,6 +379,7 @@ class DualVariationalStrategy(DualState):
         if self.latent_dims:
             mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
         fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)
+        fit = fit if weights is None else weights * fit
         return fit.sum(-1) + bound, site
 
     def _joint(

@@ -90,3 +90,40 @@ def test_points_travel_without_loss_until_they_are_rebased() -> None:
     strategy.rebase()
     strategy.start_from(Z)
     assert (model.posterior(X).mean - before).abs().max() > 1e-3
+
+
+def exchanged_one_by_one(Z: Tensor, X: Tensor, k: Kernel, gain: float = 2.0) -> Tensor:
+    """The same rule, with everything computed densely at each exchange."""
+    points, prior = Z.clone(), k(X, diag=True)
+    spread = k(Z, diag=True).unsqueeze(-1) + prior - 2 * k(Z, X).to_dense()
+    tolerated = 0.1 * 0.5 * spread.max()
+    for _ in range(len(Z)):
+        K = k(points).to_dense()
+        inverse = torch.linalg.inv(K + 1e-8 * K.diagonal().diag())
+        own = 1 / inverse.diagonal()
+        cross = k(points, X).to_dense()
+        left = prior - (cross * (inverse @ cross)).sum(0)
+        if left.max() <= max(tolerated, gain * own.min()):
+            break
+        points[own.argmin()] = X[left.argmax()]
+    return points
+
+
+@pytest.mark.parametrize(("d", "m"), [(1, 20), (2, 60), (5, 100)])
+@pytest.mark.parametrize("constant", [0.0, 500.0])
+def test_exchanges_are_those_of_the_dense_rule(d: int, m: int, constant: float) -> None:
+    generator = torch.Generator().manual_seed(m)
+    Z = 2 * torch.rand(m, d, generator=generator)
+    X = 2 * torch.rand(300, d, generator=generator) + 1
+    with torch.no_grad():
+        expected = exchanged_one_by_one(Z, X, kernel(constant))
+        assert (expected != Z).any()
+        assert torch.equal(choose_inducing_points(Z, X, kernel(constant), m), expected)
+
+
+def test_exchanges_in_single_precision() -> None:
+    Z, X = points(0, 5, 20).float(), points(5, 10, 100).float()
+    chosen = choose_inducing_points(Z, X, kernel().float(), 20)
+    assert chosen.dtype is torch.float32
+    for old_and_new in (points(0, 5, 100), X.double()):
+        assert unexplained(chosen.double(), old_and_new, kernel()).max() < 0.2

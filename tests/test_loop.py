@@ -127,6 +127,14 @@ def test_pending_points_are_kept_clear_of() -> None:
     assert_close(loop.ask(1, X_pending=None), first)
 
 
+def test_failed_points_are_not_proposed_again() -> None:
+    loop = optimizer()
+    for _ in range(3):
+        X = loop.ask(2)
+        assert torch.cdist(X, loop.X[~loop.valid]).min() > 0.012
+        loop.tell(X, torch.full((2,), torch.nan))  # whatever it is, it fails
+
+
 @pytest.mark.parametrize("refit_every", [1, 100])
 def test_goes_on_from_its_state(refit_every: int) -> None:
     """Saved and loaded without pickled code, also between refits."""

@@ -93,6 +93,7 @@ def fantasy_batch(
     q: int,
     fantasy: Fantasy | Sequence[Fantasy] = "mean",
     X_pending: Tensor | None = None,
+    X_avoid: Tensor | None = None,
     separation: float = SEPARATION,
     optimizer: Callable[..., Any] | None = None,
     seed: int | None = None,
@@ -112,10 +113,11 @@ def fantasy_batch(
         fantasy: How outcomes are imagined, see `fantasy_outcome`: one way, or one for each model.
         X_pending: ``k x d`` points that are being evaluated elsewhere. Their outcomes are imagined
             first.
-        separation: How far points keep from each other and from pending ones, as the root mean
-            square over inputs, in units of the bounds' range. A model that is sure of where the
-            best point is, or whose observations are noisy, would else propose it again; instead the
-            best of the other maxima that were found is taken.
+        X_avoid: ``k x d`` points that are not to be proposed again, failed ones say.
+        separation: How far points keep from each other, from pending ones and from those to avoid,
+            as the root mean square over inputs, in units of the bounds' range. A model that is sure
+            of where the best point is, or whose observations are noisy, would else propose it
+            again; instead the best of the other maxima that were found is taken.
         optimizer: Maximises the acquisition function. By default `optimize_acqf` or, where an
             option asks for it (``fixed_features_list``, ``choices``, ``discrete_dims``, ...), that
             one of BoTorch's relatives of it which knows that option.
@@ -150,7 +152,7 @@ def fantasy_batch(
     if not models:
         raise ValueError("models: expected at least one.")
     ways = _one_each(fantasy, models)
-    check_options(bounds, q, ways, X_pending, separation, optimizer, options)
+    check_options(bounds, q, ways, X_pending, X_avoid, separation, optimizer, options)
     optimize = _with_defaults(_find_optimizer(optimizer, options), bounds, options)
     models = list(models)
     given = _arguments_of(models, arguments)
@@ -158,6 +160,8 @@ def fantasy_batch(
     fantasies = Fantasies(bounds.new_empty(0, bounds.shape[-1]), (None,) * len(models))
     if len(X):
         models, fantasies = _imagine(models, fantasies, X, ways, seed, given)
+    if X_avoid is not None:
+        X = torch.cat([X_avoid.detach().to(X), X])
     proposed, values = bounds.new_empty(0, bounds.shape[-1]), []
     for k in progress_bar(range(q), desc="batch", disable=None if progress else True):
         taken = torch.cat([X, proposed])
@@ -453,8 +457,7 @@ def _with_defaults(
     def optimize(acquisition: AcquisitionFunction, proposed: Tensor) -> tuple[Tensor, Tensor]:
         avoid = {}
         if "X_avoid" in known and len(proposed):
-            given = arguments.get("X_avoid")
-            avoid["X_avoid"] = proposed if given is None else torch.cat([given, proposed])
+            avoid["X_avoid"] = proposed
         X, values = optimizer(acq_function=acquisition, **(arguments | avoid))
         return X.detach().reshape(-1, X.shape[-1]), values.detach().reshape(-1)
 
@@ -497,6 +500,7 @@ def check_options(
     q: int,
     fantasies: Sequence[Fantasy],
     X_pending: Tensor | None,
+    X_avoid: Tensor | None,
     separation: float,
     optimizer: Callable[..., Any] | None,
     options: dict[str, Any],
@@ -522,11 +526,13 @@ def check_options(
         raise ValueError(f"q: expected at least one point, got {q}.")
     if not 0 <= separation < 1:
         raise ValueError(f"separation: expected a fraction of the range, got {separation}.")
-    if X_pending is not None:
-        check_inputs(X_pending, name="X_pending")
-        if X_pending.dim() != 2 or X_pending.shape[-1] != bounds.shape[-1]:
+    for name, points in (("X_pending", X_pending), ("X_avoid", X_avoid)):
+        if points is None:
+            continue
+        check_inputs(points, name=name)
+        if points.dim() != 2 or points.shape[-1] != bounds.shape[-1]:
             raise ValueError(
-                f"X_pending: expected shape k x {bounds.shape[-1]}, got {tuple(X_pending.shape)}."
+                f"{name}: expected shape k x {bounds.shape[-1]}, got {tuple(points.shape)}."
             )
     for name in _OURS:
         if name in options:

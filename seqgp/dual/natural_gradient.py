@@ -15,7 +15,8 @@ step with :math:`\rho = 1` is exact.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -231,6 +232,21 @@ def converge_sites(
     mean = posterior_mean(A, factors)
     expected = evaluate(prior_mean + mean, posterior_variance(A, unexplained, factors))
     return sites(expected, mean, min_precision)
+
+
+@contextmanager
+def stopping_after(max_steps: int | None) -> Iterator[int]:
+    """The largest number of steps to take; if it was asked for, reaching it is no warning.
+
+    Args:
+        max_steps: What was asked for; ``None`` for 100, with a warning.
+    """
+    if max_steps is None:
+        yield 100
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The sites have not converged after", NumericalWarning)
+        yield max_steps
 
 
 def fixed_point(

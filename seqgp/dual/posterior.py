@@ -67,7 +67,15 @@ def unexplained_variance(A: Tensor, prior_variance: Tensor) -> Tensor:
 
 def posterior_variance(A: Tensor, unexplained: Tensor, factors: Factors) -> Tensor:
     """``Var[f]``, ``... x n``: a sum of two terms that are never negative."""
-    return unexplained + solve_lower(factors.R, A).square().sum(-2)
+    R = factors.R
+    if R.shape[:-2].numel() > 1 and A.shape[:-2].numel() == 1:
+        # Latents that share a prior: one after the other, so that no copy of A for each is made.
+        eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+        inverses = solve_lower(R, eye.expand_as(R)).reshape(-1, *R.shape[-2:])
+        shared = A.reshape(A.shape[-2:])
+        parts = torch.stack([(inverse @ shared).square().sum(-2) for inverse in inverses])
+        return unexplained + parts.reshape(*R.shape[:-2], -1)
+    return unexplained + solve_lower(R, A).square().sum(-2)
 
 
 def explained(A: Tensor, factors: Factors) -> Tensor:

@@ -59,6 +59,9 @@ _LOG_CONCAVE = (
 #: Base samples for likelihoods of several latents (in antithetic pairs, from a Sobol sequence).
 NUM_BASE_SAMPLES = 256
 
+#: Elements of the samples of several latents that are worked on together.
+_SAMPLES_AT_A_TIME = 2**17
+
 
 class Expectations(NamedTuple):
     """What a likelihood says about ``q(f)``: log probability, gradient and curvature.
@@ -337,6 +340,102 @@ def _overdispersed_binomial(
     return _from_slopes(value, slope, nodes, weights, spread)
 
 
+@_rule(expected_log_prob, SoftmaxLikelihood)
+def _softmax_log_prob(
+    likelihood: SoftmaxLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    r""":math:`E[f_y] - E[\log \sum_k e^{f_k}]`, of which only the first term knows the class."""
+    if likelihood.mixing_weights is not None:
+        rule: Any = expected_log_prob.dispatch(object)
+        return rule(likelihood, targets, mean, variance, **kwargs)
+    mean, variance = _per_target(likelihood, targets, mean, variance)
+    normaliser: Tensor = _ExpectedNormaliser.apply(mean, variance)
+    return mean.gather(-1, _class_index(targets, mean)).squeeze(-1) - normaliser
+
+
+@_rule(expectations, SoftmaxLikelihood)
+def _softmax_expectations(
+    likelihood: SoftmaxLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    r""":math:`\alpha_k = [y = k] - E[p_k]` and :math:`\beta_k = E[p_k (1 - p_k)]`."""
+    if likelihood.mixing_weights is not None:
+        rule: Any = expectations.dispatch(object)
+        return rule(likelihood, targets, mean, variance, **kwargs)
+    mean, variance = _per_target(likelihood, targets, mean, variance)
+    normaliser, probability, curvature = softmax_normaliser(mean, variance)
+    index = _class_index(targets, mean)
+    log_prob = mean.gather(-1, index).squeeze(-1) - normaliser
+    one_hot = torch.zeros_like(mean).scatter(-1, index, 1.0)
+    return Expectations(log_prob, one_hot - probability, curvature)
+
+
+def _class_index(targets: Tensor, latents: Tensor) -> Tensor:
+    """``... x 1`` indices of the targets' classes among latents (or logits) ``... x c``."""
+    return targets.long().unsqueeze(-1).expand(*latents.shape[:-1], 1)
+
+
+class _ExpectedNormaliser(torch.autograd.Function):
+    """The first of what `softmax_normaliser` returns, without the graph of its samples.
+
+    Its derivatives are known by the time it is; a derivative of these goes through the samples.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, variance: Tensor) -> Tensor:
+        normaliser, probability, curvature = softmax_normaliser(mean, variance)
+        ctx.save_for_backward(mean, variance, probability, curvature)
+        return normaliser
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mean, variance, probability, curvature = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            _, probability, curvature = softmax_normaliser(mean, variance)
+        grad = grad.unsqueeze(-1)
+        return grad * probability, 0.5 * grad * curvature
+
+
+def softmax_normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The expectation of :math:`s(f) = \log \sum_k e^{f_k}`, and its derivatives.
+
+    On base samples :math:`f_k = m_k + \sqrt{v_k} z_k`, with :math:`p = \nabla s` the classes'
+    probabilities, :math:`\partial_{m_k} E[s] = E[p_k]` and
+    :math:`2 \partial_{v_k} E[s] = E[p_k z_k] / \sqrt{v_k}`, exactly those of the average. In exact
+    arithmetic the latter is :math:`E[p_k (1 - p_k)] \ge 0`, by Stein's lemma. A few observations
+    at a time, so that their samples stay in the processor's cache.
+
+    Args:
+        mean: ``... x n x c``.
+        variance: ``... x n x c``.
+
+    Returns:
+        ``... x n``, ``... x n x c`` and ``... x n x c``.
+    """
+    c = mean.shape[-1]
+    z = base_samples(c, NUM_BASE_SAMPLES, mean.dtype, mean.device).mT.unsqueeze(1)  # c x 1 x s
+    size = max(_SAMPLES_AT_A_TIME // (c * z.shape[-1]), 1)
+    means, scales = mean.reshape(-1, c).mT, _resolved(variance).sqrt().reshape(-1, c).mT
+    parts = []
+    for m, scale in zip(means.split(size, -1), scales.split(size, -1), strict=True):
+        f = m.unsqueeze(-1) + scale.unsqueeze(-1) * z  # c x k x s
+        top = f.detach().amax(0)
+        weight = (f - top).exp()
+        total = weight.sum(0)
+        p = weight / total
+        parts.append(((top + total.log()).mean(-1), p.mean(-1), (p * z).mean(-1) / scale))
+    if not parts:
+        return mean[..., 0], mean, variance
+    normaliser, probability, curvature = (
+        torch.cat([part[i] for part in parts], -1) for i in range(3)
+    )
+    shape = mean.shape
+    return (
+        normaliser.reshape(shape[:-1]),
+        probability.mT.reshape(shape),
+        curvature.mT.reshape(shape),
+    )
+
+
 def _from_slopes(
     values: Tensor, slopes: Tensor, nodes: Tensor, weights: Tensor, spread: Tensor
 ) -> Expectations:
@@ -455,8 +554,7 @@ def _softmax(
     weights = likelihood.mixing_weights
     logits = samples if weights is None else samples @ weights.mT
     log_probs = logits.log_softmax(-1)
-    index = targets.long().unsqueeze(-1).expand(*log_probs.shape[:-1], 1)
-    return log_probs.gather(-1, index).squeeze(-1)
+    return log_probs.gather(-1, _class_index(targets, log_probs)).squeeze(-1)
 
 
 @_rule(conditional_log_prob, BernoulliLikelihood)

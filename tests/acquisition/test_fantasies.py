@@ -256,6 +256,16 @@ def test_pending_points_come_first() -> None:
     assert_close(batch.values, again.values, 1e-8)
 
 
+def test_points_to_avoid() -> None:
+    """Kept clear of, but nothing is imagined there."""
+    problem = Failing()
+    first = problem.batch(1)
+    second = problem.batch(1, X_avoid=first.X)
+    assert torch.cdist(first.X, second.X).item() > 0.012
+    assert second.values < first.values
+    assert len(second.fantasies.X) == 0
+
+
 def test_exact_models_of_botorch_propose_the_same() -> None:
     ours, exact = pair(n=10)
     batches = []
@@ -389,11 +399,12 @@ def test_discrete_spaces() -> None:
         unit(),
         6,
         X_pending=choices[:2],
+        X_avoid=choices[2:4],
         choices=choices,
     )
     index = (batch.X.unsqueeze(1) == choices).all(-1).nonzero()[:, 1]
     assert len(index.unique()) == 6
-    assert (index >= 2).all()  # not what is pending
+    assert (index >= 4).all()  # not what is pending or to be avoided
 
 
 def test_an_optimiser_of_the_users_own() -> None:
@@ -437,7 +448,8 @@ def test_errors() -> None:
     problem = Failing()
     for options, message in [
         ({"q": 0}, "at least one point"),
-        ({"X_pending": torch.rand(2, 3)}, "k x 2"),
+        ({"X_pending": torch.rand(2, 3)}, "X_pending: expected shape k x 2"),
+        ({"X_avoid": torch.rand(2, 3)}, "X_avoid: expected shape k x 2"),
         ({"sequential": True}, "sequential"),
         ({"separation": 1.5}, "fraction"),
         ({"fixed_features_list": [{0: 0.0}], "choices": torch.rand(3, 2)}, "different"),

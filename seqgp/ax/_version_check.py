@@ -1,0 +1,48 @@
+"""Whether Ax is there, and new enough."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+#: The oldest version of Ax that this works with.
+MINIMUM = "1.3.1"
+
+
+def check_version(installed: str | None, minimum: str = MINIMUM) -> None:
+    """Raise an ImportError that says what to do, unless Ax is new enough.
+
+    Args:
+        installed: Its version, ``None`` if it is not there.
+        minimum: The oldest that will do.
+
+    Example:
+        >>> check_version("1.4.0")
+        >>> check_version("1.2.9")
+        Traceback (most recent call last):
+        ImportError: seqgp.ax needs ax-platform >= 1.3.1, found 1.2.9: pip install "seqgp[ax]".
+    """
+    if installed is not None and _release(installed) >= _release(minimum):
+        return
+    found = "which is not installed" if installed is None else f"found {installed}"
+    raise ImportError(
+        f'seqgp.ax needs ax-platform >= {minimum}, {found}: pip install "seqgp[ax]".',
+        name="ax",
+    )
+
+
+def installed_version() -> str | None:
+    """The version of Ax that is installed, if any."""
+    try:
+        return version("ax-platform")
+    except PackageNotFoundError:
+        return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The leading numbers: ``1.3.1.dev2`` is ``(1, 3, 1)``."""
+    parts: list[int] = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)

@@ -1,0 +1,143 @@
+"""Ax's adapters, which know that a trial that has failed is not to be repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ax.adapter.base import Adapter, GenResults
+from ax.adapter.random import RandomAdapter
+from ax.adapter.registry import (
+    Cont_X_trans,
+    GeneratorRegistryBase,
+    GeneratorSetup,
+    Mixed_transforms,
+    Y_trans,
+)
+from ax.adapter.torch import TorchAdapter
+from ax.core.arm import Arm
+from ax.core.generator_run import GeneratorRun
+from ax.core.observation import ObservationData, ObservationFeatures
+from ax.core.optimization_config import OptimizationConfig
+from ax.core.search_space import SearchSpace
+from ax.core.trial_status import TrialStatus
+from ax.exceptions.generation_strategy import GenerationStrategyRepeatedPoints
+from ax.generators.random.sobol import SobolGenerator
+from ax.generators.torch.botorch_modular.generator import BoTorchGenerator
+from ax.generators.torch.botorch_modular.surrogate import Surrogate
+from ax.storage.json_store.registry import CORE_DECODER_REGISTRY
+
+from seqgp.ax.transforms import VALIDITY
+
+#: How often a candidate that has failed before is replaced by another.
+ATTEMPTS = 5
+
+
+class InitialAdapter(RandomAdapter):
+    """Quasi-random trials, none of them one that has failed."""
+
+    def _gen(  # type: ignore[override]
+        self, n: int, search_space: Any, pending_observations: dict[str, Any], **kwargs: Any
+    ) -> GenResults:
+        # Ax keeps clear of what is pending, but not of what has failed.
+        failed = [
+            ObservationFeatures.from_arm(arm)
+            for arm in _failed_arms(self).values()
+            if self._search_space.check_membership(arm.parameters)
+        ]
+        for transform in self.transforms.values():
+            failed = transform.transform_observation_features(failed)
+        pending = {**pending_observations, VALIDITY: failed} if failed else pending_observations
+        return super()._gen(n=n, search_space=search_space, pending_observations=pending, **kwargs)
+
+
+class SequentialAdapter(TorchAdapter):
+    """Models of the metrics and of validity, of which only the former are Ax's business."""
+
+    def gen(
+        self,
+        n: int,
+        search_space: SearchSpace | None = None,
+        optimization_config: OptimizationConfig | None = None,
+        pending_observations: dict[str, list[ObservationFeatures]] | None = None,
+        fixed_features: ObservationFeatures | None = None,
+        model_gen_options: Any = None,
+    ) -> GeneratorRun:
+        """As in Ax, without candidates that have failed before.
+
+        Args:
+            n: The number of candidates.
+            search_space: As in Ax.
+            optimization_config: As in Ax.
+            pending_observations: As in Ax.
+            fixed_features: As in Ax.
+            model_gen_options: As in Ax.
+        """
+        failed = _failed_arms(self)
+        for _ in range(ATTEMPTS):
+            run = super().gen(
+                n,
+                search_space,
+                optimization_config,
+                pending_observations,
+                fixed_features,
+                model_gen_options,
+            )
+            if not any(arm.signature in failed for arm in run.arms):
+                return run
+        raise GenerationStrategyRepeatedPoints(
+            f"All of {ATTEMPTS} candidates in a row have failed before."
+        )
+
+    @property
+    def botorch_surrogate(self) -> Surrogate:
+        """All models, that of validity included."""
+        assert isinstance(self.generator, BoTorchGenerator)
+        return self.generator.surrogate
+
+    def _predict(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
+        return [_without_validity(data) for data in super()._predict(*args, **kwargs)]
+
+    def _cross_validate(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
+        return [_without_validity(data) for data in super()._cross_validate(*args, **kwargs)]
+
+
+def _failed_arms(adapter: Adapter) -> dict[str, Arm]:
+    """The arms of failed trials by their signatures."""
+    trials = adapter._experiment.trials_by_status[TrialStatus.FAILED]
+    return {arm.signature: arm for trial in trials for arm in trial.arms}
+
+
+def _without_validity(data: ObservationData) -> ObservationData:
+    """Predictions of metrics alone."""
+    keep = [i for i, name in enumerate(data.metric_signatures) if name != VALIDITY]
+    return ObservationData(
+        metric_signatures=[data.metric_signatures[i] for i in keep],
+        means=data.means[keep],
+        covariance=data.covariance[keep][:, keep],
+    )
+
+
+class SequentialGenerators(GeneratorRegistryBase):
+    """The generators of `seqgp.ax.generation_strategy`, as Ax names its own in `Generators`."""
+
+    INITIAL = "seqgp_Sobol"
+    BOTORCH = "seqgp_BoTorch"
+
+    @property
+    def GENERATOR_KEY_TO_GENERATOR_SETUP(self) -> dict[str, GeneratorSetup]:
+        """What each of them is made of."""
+        return _SETUPS
+
+
+_SETUPS = {
+    "seqgp_Sobol": GeneratorSetup(
+        adapter_class=InitialAdapter, generator_class=SobolGenerator, transforms=Cont_X_trans
+    ),
+    "seqgp_BoTorch": GeneratorSetup(
+        adapter_class=SequentialAdapter,
+        generator_class=BoTorchGenerator,
+        transforms=[*Mixed_transforms, *Y_trans],
+    ),
+}
+
+CORE_DECODER_REGISTRY["SequentialGenerators"] = SequentialGenerators

@@ -1,0 +1,263 @@
+"""The generation strategy: quasi-random trials, then BoTorch with `SequentialGP`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from ax.adapter.registry import Generators, Mixed_transforms
+from ax.adapter.transforms.derelativize import Derelativize
+from ax.adapter.transforms.map_key_to_float import MapKeyToFloat
+from ax.api.client import Client
+from ax.core.experiment_status import ExperimentStatus
+from ax.core.observation import ObservationFeatures
+from ax.core.trial_status import TrialStatus
+from ax.generation_strategy.center_generation_node import CenterGenerationNode
+from ax.generation_strategy.generation_node import GenerationNode
+from ax.generation_strategy.generation_strategy import GenerationStrategy
+from ax.generation_strategy.generator_spec import GeneratorSpec
+from ax.generation_strategy.transition_criterion import MaxTrialsAwaitingData, MinTrials
+from ax.generators.torch.botorch_modular.surrogate import SurrogateSpec
+from ax.generators.torch.botorch_modular.utils import ModelConfig
+from botorch.acquisition.acquisition import AcquisitionFunction
+
+from seqgp.ax.acquisition import ValidAcquisition, validity_of
+from seqgp.ax.adapters import SequentialAdapter, SequentialGenerators
+from seqgp.ax.model import GROWTH, LIKELIHOODS, MAX_INDUCING, AxSequentialGP
+from seqgp.ax.transforms import (
+    VALIDITY,
+    LearnFailures,
+    StreamBilogY,
+    StreamStandardizeY,
+    StreamWinsorize,
+)
+
+#: A likelihood by name; of a binomial metric, with its total or the metric that holds it.
+Likelihood = str | tuple[str, int | str]
+
+_NODE = "SequentialGP"
+
+
+def generation_strategy(
+    likelihoods: Mapping[str, Likelihood] | None = None,
+    failures: Sequence[str] = ("FAILED", "ABANDONED"),
+    num_initial: int = 5,
+    min_valid: int = 1,
+    center: bool = True,
+    stream: bool = True,
+    max_inducing: int = MAX_INDUCING,
+    seed: int | None = None,
+    torch_device: torch.device | str | None = None,
+    botorch_acqf_class: type[AcquisitionFunction] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+) -> GenerationStrategy:
+    """What to give to Ax's ``client.set_generation_strategy``.
+
+    Quasi-random trials first, then BoTorch with a `SequentialGP` for each metric. Trials that have
+    failed teach where not to look: candidates are worth what Ax takes them to be worth, times the
+    probability that they are valid.
+
+    Args:
+        likelihoods: What metrics are, unless Gaussian: ``"poisson"`` for counts, ``"bernoulli"``
+            for outcomes 0 and 1, ``("binomial", total)`` for rates of success out of a total, a
+            number or the name of a metric that holds it in each trial. Such metrics are learnt as
+            they are reported, and objectives and constraints are about what is expected of them.
+        failures: Names of the statuses of trials that are failures; none for Ax's own way, which
+            is to forget about failed trials, and to wait for abandoned ones for ever.
+        num_initial: The number of trials before models are used, failed ones included.
+        min_valid: The number of valid ones that there must be among them.
+        center: Whether the first trial is the centre of the search space, as in Ax.
+        stream: Whether models are updated with new data where possible, instead of being fitted
+            from scratch each time. This looks at attributes of Ax that are not public; where they
+            are missing, models are fitted.
+        max_inducing: The largest number of inducing points of each model.
+        seed: Of the quasi-random trials.
+        torch_device: The device of all tensors.
+        botorch_acqf_class: An acquisition function instead of Ax's choice; a logarithm, or
+            nowhere negative.
+        optimizer_options: For the optimisation of the acquisition function (``num_restarts``,
+            ``raw_samples``, ``options``).
+
+    Example:
+        >>> from ax.api.client import Client
+        >>> from ax.api.configs import RangeParameterConfig
+        >>> import seqgp.ax
+        >>> client = Client(random_seed=0)
+        >>> client.configure_experiment(
+        ...     [RangeParameterConfig(name="x", parameter_type="float", bounds=(0, 1))]
+        ... )
+        >>> client.configure_optimization(objective="-defects")
+        >>> client.set_generation_strategy(
+        ...     seqgp.ax.generation_strategy(likelihoods={"defects": "poisson"}, num_initial=3)
+        ... )
+        >>> for _ in range(5):
+        ...     for index, parameters in client.get_next_trials(max_trials=1).items():
+        ...         x = parameters["x"]
+        ...         if x > 0.8:
+        ...             client.mark_trial_failed(index)
+        ...         else:
+        ...             client.complete_trial(index, raw_data={"defects": round(30 * (1 - x))})
+        'COMPLETED'
+    """
+    likelihoods = dict(likelihoods or {})
+    configs = {name: _options(name, given) for name, given in likelihoods.items()}
+    statuses = [status.upper() for status in failures]
+    for status in statuses:
+        if status not in TrialStatus.__members__:
+            names = ", ".join(TrialStatus.__members__)
+            raise ValueError(f"failures: expected names among {names}, got {status!r}.")
+    if num_initial < 1 or min_valid < 1:
+        raise ValueError(
+            f"num_initial, min_valid: expected at least one, got {num_initial} and {min_valid}."
+        )
+    nodes = [_initial_node(num_initial, min_valid, statuses, seed)]
+    if center:
+        nodes.insert(
+            0,
+            CenterGenerationNode(
+                next_node_name=nodes[0].name, use_existing_trials_for_initialization=True
+            ),
+        )
+    shared = {"stream": stream, "max_inducing": max_inducing}
+    configs[VALIDITY] = {"likelihood_name": "bernoulli", "sharp": True}
+    totals = [options.get("total_count") for options in configs.values()]
+    raw = [name for name, options in configs.items() if options]
+    raw += [total for total in totals if isinstance(total, str)]
+    held = {"raw_metrics": raw, "growth": GROWTH if stream else 1.0}
+    kwargs: dict[str, Any] = {
+        "surrogate_spec": SurrogateSpec(
+            model_configs=[_model_config(shared)],
+            metric_to_model_configs={
+                name: [_model_config({**shared, **options})] for name, options in configs.items()
+            },
+            allow_batched_models=False,
+        ),
+        "acquisition_class": ValidAcquisition,
+        "torch_device": None if torch_device is None else torch.device(torch_device),
+        "transforms": [
+            *([LearnFailures] if statuses else []),
+            MapKeyToFloat,
+            *Mixed_transforms,
+            Derelativize,
+            StreamWinsorize,
+            StreamBilogY,
+            StreamStandardizeY,
+        ],
+        "transform_configs": {
+            "LearnFailures": {"statuses": statuses},
+            "Derelativize": {"use_raw_status_quo": True},
+            "StreamWinsorize": {"derelativize_with_raw_status_quo": True, **held},
+            "StreamBilogY": {"derelativize_with_raw_status_quo": True, **held},
+            "StreamStandardizeY": held,
+        },
+    }
+    if botorch_acqf_class is not None:
+        kwargs["botorch_acqf_class"] = botorch_acqf_class
+    gen_kwargs: dict[str, Any] = {}
+    if optimizer_options:
+        gen_kwargs["model_gen_options"] = {"optimizer_kwargs": dict(optimizer_options)}
+    nodes.append(
+        GenerationNode(
+            name=_NODE,
+            generator_specs=[
+                GeneratorSpec(
+                    generator_enum=SequentialGenerators.BOTORCH,
+                    generator_kwargs=kwargs,
+                    generator_gen_kwargs=gen_kwargs,
+                )
+            ],
+            should_deduplicate=True,
+            suggested_experiment_status=ExperimentStatus.OPTIMIZATION,
+        )
+    )
+    return GenerationStrategy(name="+".join(node.name for node in nodes), nodes=nodes)
+
+
+def _options(metric: str, given: Likelihood) -> dict[str, Any]:
+    """Options of the model of a metric."""
+    name, *total = (given,) if isinstance(given, str) else given
+    if name not in LIKELIHOODS or len(total) != (name == "binomial"):
+        names = ", ".join(map(repr, LIKELIHOODS))
+        raise ValueError(
+            f"likelihoods: expected one of {names} for {metric!r}, binomial with its total as in "
+            f"('binomial', 20); got {given!r}."
+        )
+    if name == "gaussian":
+        return {}
+    return {"likelihood_name": name, **({"total_count": total[0]} if total else {})}
+
+
+def _model_config(options: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(
+        botorch_model_class=AxSequentialGP,
+        model_options=options,
+        name=f"SequentialGP, {options.get('likelihood_name', 'gaussian')}",
+    )
+
+
+def _initial_node(
+    num_initial: int, min_valid: int, failures: list[str], seed: int | None
+) -> GenerationNode:
+    """Quasi-random trials until there are enough, and among them enough that are valid."""
+    failed = [TrialStatus.FAILED, TrialStatus.ABANDONED]
+    forgotten = [status for status in failed if status.name not in failures]
+    return GenerationNode(
+        name="Sobol",
+        generator_specs=[
+            GeneratorSpec(
+                generator_enum=SequentialGenerators.INITIAL if failures else Generators.SOBOL,
+                generator_kwargs={"seed": seed},
+            )
+        ],
+        transition_criteria=[
+            MinTrials(
+                threshold=num_initial,
+                transition_to=_NODE,
+                use_all_trials_in_exp=True,
+                not_in_statuses=forgotten,
+            ),
+            MinTrials(
+                threshold=min_valid,
+                transition_to=_NODE,
+                use_all_trials_in_exp=True,
+                only_in_statuses=[TrialStatus.COMPLETED],
+                count_only_trials_with_data=True,
+            ),
+        ],
+        pausing_criteria=[
+            MaxTrialsAwaitingData(
+                threshold=num_initial, not_in_statuses=failed, use_all_trials_in_exp=True
+            )
+        ],
+        should_deduplicate=True,
+        suggested_experiment_status=ExperimentStatus.INITIALIZATION,
+    )
+
+
+def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How probable it is that trials do not fail, according to the models of the last trial.
+
+    Args:
+        client: A client with the `generation_strategy` of this module.
+        points: Parameters, one mapping a trial.
+
+    Returns:
+        A probability for each; as long as no trial has failed, one.
+    """
+    adapter = client._generation_strategy.adapter
+    if not isinstance(adapter, SequentialAdapter):
+        raise RuntimeError(
+            "There is no model yet, or another generation strategy: ask for trials beyond the "
+            "initial ones of seqgp.ax.generation_strategy first."
+        )
+    model, _ = validity_of(adapter.botorch_surrogate)
+    if model is None:
+        return [1.0] * len(points)
+    features = [ObservationFeatures(parameters=dict(point)) for point in points]
+    for transform in adapter.transforms.values():
+        features = transform.transform_observation_features(features)
+    X = adapter._transform_observation_features(features).to(model.observed.X)
+    with torch.no_grad():
+        posterior: Any = model.posterior(X.unsqueeze(-2))
+        return posterior.mean.flatten().tolist()

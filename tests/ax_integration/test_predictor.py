@@ -1,0 +1,45 @@
+"""Fast predictions are those of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpytorch.likelihoods import BernoulliLikelihood
+from torch import Tensor
+
+from seqgp import SequentialGP
+from seqgp.ax.predictor import Predictor
+
+
+def make(kind: str, n: int = 40) -> SequentialGP:
+    X = torch.rand(n, 3, dtype=torch.double)
+    f = torch.sin(5 * X).sum(-1, keepdim=True)
+    if kind == "bernoulli":
+        return SequentialGP(X, (f > 1).to(X), likelihood=BernoulliLikelihood(), inducing_points=15)
+    return SequentialGP(X, f, inducing_points=n if kind == "all inputs" else 15)
+
+
+@pytest.mark.parametrize("kind", ["all inputs", "fewer", "bernoulli"])
+@pytest.mark.parametrize("shape", [(7, 3), (4, 2, 3), (2, 5, 1, 3), (0, 3)])
+def test_moments_and_gradients(kind: str, shape: tuple[int, ...]) -> None:
+    model = make(kind)
+    predict = Predictor(model)
+    X = torch.rand(shape, dtype=torch.double)
+
+    def moments(f: object) -> tuple[Tensor, Tensor, Tensor]:
+        x = X.clone().requires_grad_()
+        q = f(x)  # type: ignore[operator]
+        mean, covariance = q.mean, q.covariance_matrix
+        (gradient,) = torch.autograd.grad(mean.square().sum() + covariance.square().sum(), x)
+        return mean.detach(), covariance.detach(), gradient
+
+    for ours, theirs in zip(moments(predict), moments(model), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
+
+
+def test_float32() -> None:
+    model = make("fewer").float()
+    X = torch.rand(5, 2, 3)
+    q = Predictor(model)(X)
+    assert q.mean.dtype == torch.float32
+    torch.testing.assert_close(q.mean, model(X).mean, rtol=1e-3, atol=1e-3)

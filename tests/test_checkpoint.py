@@ -119,6 +119,29 @@ def test_variants(variant: str, tmp_path: Path) -> None:
     assert_identical(model, again)
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "paper": {"mode": "paper", "learning_rate": 0.05},
+    "adam": {"optimizer": "adam"},
+    "discount": {"discount": 0.9},
+    "sample": {"inducing": "sample"},
+    "replay": {"memory": MemoryOptions(capacity=8, replay=0.5)},
+    "balance": {"memory": MemoryOptions(capacity=0.3, balance=True, policy="random", seed=3)},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_ways_to_learn(way: str, tmp_path: Path) -> None:
+    X, Y, _ = data_of("bernoulli")
+    options = {"memory": 8, "steps": 3, **WAYS[way]}
+    model = begin("bernoulli")
+    model.update(X[20:40], Y[20:40], **options)
+    seqgp.save(model, tmp_path / "model.pt")
+    again = seqgp.load(tmp_path / "model.pt")
+    for m in (model, again):
+        m.update(X[40:], Y[40:], **options)
+    assert_identical(model, again)
+
+
 @pytest.mark.parametrize("noisy", [True, False])
 def test_several_outputs(noisy: bool, tmp_path: Path) -> None:
     X = make_inputs(40, 2)

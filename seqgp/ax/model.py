@@ -152,7 +152,7 @@ class LinkPosterior(TransformedPosterior, GPyTorchPosterior):
             self,
             latent,
             sample_transform=link_of(likelihood).forward,
-            mean_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[0],
+            mean_transform=lambda mean, variance: _expected(likelihood, mean, variance),
             variance_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[1],
         )
         self.latent = latent
@@ -160,6 +160,13 @@ class LinkPosterior(TransformedPosterior, GPyTorchPosterior):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+
+def _expected(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> Tensor:
+    """The mean of the link of latent values: in closed form for probabilities, else quadrature."""
+    if isinstance(likelihood, BernoulliLikelihood):
+        return torch.special.ndtr(mean * (1 + variance).rsqrt())
+    return prevalence(likelihood, mean, variance)[0]
 
 
 @GetSampler.register(NotGaussian)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -280,6 +280,7 @@ class AxSequentialGP(SequentialGP):
             if new is not None and len(train_X) <= growth * previous.num_fitted:
                 self._continue(previous, observed.select(new))
                 return
+        self.observed = observed
         likelihood_class = LIKELIHOODS[likelihood_name]
         likelihood = None if likelihood_class is None else likelihood_class()
         mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
@@ -298,7 +299,6 @@ class AxSequentialGP(SequentialGP):
             likelihood_arguments=arguments,
         )
         self.memory_options = MemoryOptions(capacity=max(MEMORY, max_inducing))
-        self.observed = observed
         self.num_fitted = self.num_learnt = len(train_X)
 
     def _continue(self, previous: AxSequentialGP, new: Observed) -> None:
@@ -420,6 +420,12 @@ class AxSequentialGP(SequentialGP):
         torch.nn.Module.load_state_dict(self, learnt, strict=False)
         self.variational_strategy._clear_cache()
         self.refresh()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> AxSequentialGP:
+        self._predictor = None
+        self.observed = Observed(*(None if part is None else fn(part) for part in self.observed))  # type: ignore[arg-type]
+        super()._apply(fn, *args, **kwargs)
+        return self
 
     @classmethod
     def construct_inputs(cls, training_data: SupervisedDataset, **kwargs: Any) -> dict[str, Any]:

@@ -163,6 +163,32 @@ def test_batches_and_pending_trials() -> None:
     assert model_of(client, "z").num_data >= 8
 
 
+def test_given_parameters() -> None:
+    client = make_client("z", num_initial=3)
+    run(client, lambda p: "failed" if p["x"] > 0.8 else {"z": p["x"] * p["y"]}, 4)
+    (parameters,) = client.get_next_trials(1, fixed_parameters={"x": 0.25}).values()
+    assert parameters["x"] == 0.25
+
+
+def test_metrics_over_time() -> None:
+    """A failure is one at the last step; steps are inputs of the models."""
+    client = make_client("z", num_initial=3)
+    for _ in range(5):
+        for index, p in client.get_next_trials(max_trials=1).items():
+            for step in (1, 2, 3):
+                value = step * p["y"]  # type: ignore[operator]
+                client.attach_data(index, raw_data={"z": value}, progression=step)
+            if p["x"] > 0.4:  # type: ignore[operator]
+                client.mark_trial_failed(index)
+            else:
+                client.complete_trial(index)
+    observed = model_of(client, seqgp.ax.VALIDITY).observed
+    assert {0.0, 1.0} == set(observed.Y.flatten().tolist())
+    assert observed.X.shape[-1] in (2, 3)
+    if observed.X.shape[-1] == 3:
+        assert len(observed.X[:, -1].unique()) == 1
+
+
 # -------------------------------------------------------------------- metrics
 
 

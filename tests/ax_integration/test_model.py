@@ -252,6 +252,17 @@ def test_categorical_inputs() -> None:
     assert alone.posterior(X[:3, 1:2]).mean.shape == (3, 1)
 
 
+def test_float32() -> None:
+    X, Y = data("poisson")
+    model = AxSequentialGP(X, Y, likelihood_name="poisson")
+    expected = model.posterior(X).mean
+    model = model.float()
+    assert model.observed.X.dtype == torch.float32
+    mean = model.posterior(X.float()).mean
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean, expected.float(), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

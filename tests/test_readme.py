@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 import torch
+from botorch.exceptions.warnings import BotorchWarning
 
 from tests.botorch.acquisition_table import render
 
@@ -33,6 +34,7 @@ def run(file: Path, line: int, source: str) -> dict[str, object]:
     namespace: dict[str, object] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("error", BotorchWarning)
         exec(compile("\n" * line + source, str(file), "exec"), namespace)
     return namespace
 

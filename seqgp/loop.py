@@ -147,8 +147,8 @@ class BatchOptimizer:
             X_pending: ``k x d`` inputs that have been asked for and not been told yet.
             progress: Whether to show a progress bar (only on a terminal).
         """
-        if q < 1:
-            raise ValueError(f"q: expected at least one point, got {q}.")
+        if not isinstance(q, int) or q < 1:
+            raise ValueError(f"q: expected a whole number of points, at least one, got {q!r}.")
         known = self.X
         if X_pending is not None:
             self._check_X(X_pending, "X_pending")

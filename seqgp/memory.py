@@ -106,6 +106,8 @@ class MemoryOptions:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         for name in ("capacity", "per_update"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                raise TypeError(f"{name}: expected a number or None, got {value!r}.")
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
         if isinstance(self.capacity, float) and self.capacity > 1:

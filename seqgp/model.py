@@ -47,7 +47,14 @@ from seqgp.observations import arguments_held_by
 from seqgp.posteriors import ObservationPosterior
 from seqgp.stream import StreamMixin
 from seqgp.subset import select_outputs
-from seqgp.validation import check_arguments, check_inputs, check_targets, check_Y
+from seqgp.validation import (
+    check_arguments,
+    check_inputs,
+    check_instance,
+    check_points,
+    check_targets,
+    check_Y,
+)
 from seqgp.variational import DualVariationalStrategy
 
 #: Inducing points by default: all inputs, up to this many.
@@ -127,6 +134,26 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     ) -> None:
         check_inputs(train_X, name="train_X")
         check_Y(train_X, train_Y, "train_X", "train_Y")
+        for name, part, kind in (
+            ("likelihood", likelihood, Likelihood),
+            ("covar_module", covar_module, Kernel),
+            ("mean_module", mean_module, Mean),
+            ("input_transform", input_transform, InputTransform),
+            ("outcome_transform", outcome_transform, OutcomeTransform),
+        ):
+            check_instance(part, kind, name)
+        if train_Yvar is not None:
+            check_instance(train_Yvar, Tensor, "train_Yvar")
+            if train_Yvar.shape != train_Y.shape:
+                raise ValueError(
+                    f"train_Yvar: expected the shape of train_Y, {tuple(train_Y.shape)}, got "
+                    f"{tuple(train_Yvar.shape)}."
+                )
+            if likelihood is not None and not is_conjugate(likelihood):
+                raise ValueError(
+                    "train_Yvar: noise variances are for Gaussian likelihoods, this is a "
+                    f"{type(likelihood).__name__}."
+                )
         if not train_Y.is_floating_point():
             train_Y = train_Y.to(train_X)
         with torch.no_grad():
@@ -343,6 +370,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 posterior_transform=posterior_transform,
                 **arguments,
             )
+        check_points(X, self.train_inputs[0].shape[-1], "X")
         self.eval()
         X = self.transform_inputs(X)
         with gpt_posterior_settings():
@@ -527,6 +555,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
+        check_points(X, self.train_inputs[0].shape[-1], "X")
+        check_points(Y, self._num_columns, "Y")
         X_tf = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
@@ -584,6 +614,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
+        check_points(X, self.train_inputs[0].shape[-1], "X")
+        check_instance(sampler, MCSampler, "sampler")
         with fantasize_flag():
             if X.shape[-2]:
                 noisy = True if observation_noise is None else observation_noise
@@ -716,7 +748,16 @@ def _choose_inducing_points(
 ) -> Tensor:
     """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``."""
     if isinstance(inducing_points, Tensor):
+        if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
+            raise ValueError(
+                f"inducing_points: expected shape k x {X.shape[-1]}, got "
+                f"{tuple(inducing_points.shape)}."
+            )
         return inducing_points
+    if inducing_points is not None and not isinstance(inducing_points, int):
+        raise TypeError(
+            f"inducing_points: expected a tensor or a whole number, got {inducing_points!r:.50}."
+        )
     n = X.shape[-2]
     if n == 0:
         raise ValueError("train_X: without data, pass inducing_points as a tensor.")

@@ -46,6 +46,43 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
     _check_finite(inputs, name)
 
 
+def check_instance(value: Any, kind: type, name: str) -> None:
+    """Raise a `TypeError` unless a value is an object of a class, or ``None``.
+
+    Args:
+        value: The value.
+        kind: The class.
+        name: What to call it in the error.
+    """
+    if value is None or isinstance(value, kind):
+        return
+    if isinstance(value, type):
+        raise TypeError(
+            f"{name}: expected a {kind.__name__}, got the class {value.__name__}; make an object "
+            f"of it: {value.__name__}(...)."
+        )
+    raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.50}.")
+
+
+def check_points(X: Any, dim: int, name: str) -> None:
+    """Raise unless ``X`` is a ``... x n x d`` tensor, finite or not.
+
+    Args:
+        X: The tensor to check.
+        dim: The expected ``d``.
+        name: What to call it in the error.
+    """
+    if not isinstance(X, Tensor):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type(X).__name__}; torch.as_tensor makes one."
+        )
+    if X.dim() < 2 and dim > 1:
+        raise ValueError(
+            f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}; a single point is "
+            f"{name}.unsqueeze(0)."
+        )
+
+
 def check_Y(X: Tensor, Y: Tensor, X_name: str, Y_name: str) -> None:
     """Raise unless ``Y`` is ``... x n x m`` for inputs ``... x n x d``."""
     if not isinstance(Y, Tensor):

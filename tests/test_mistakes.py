@@ -9,6 +9,8 @@ import pytest
 import torch
 from botorch.acquisition import UpperConfidenceBound
 from botorch.models import SingleTaskGP
+from botorch.models.transforms import Normalize
+from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
@@ -23,6 +25,7 @@ from seqgp.acquisition import (
     select_from_pool,
 )
 from seqgp.loop import BatchOptimizer
+from seqgp.memory import MemoryOptions
 from seqgp.progress import progress_bar
 from tests.helpers import make_inputs, make_kernel
 
@@ -106,6 +109,92 @@ def test_arguments_of_ones_own_likelihood() -> None:
     )
     with pytest.raises(ValueError, match=r"likelihood: Anything.forward failed .* no arguments"):
         SequentialGP(X, Y, likelihood=Anything(), covar_module=make_kernel())
+
+
+X, Y = torch.rand(20, 2, dtype=torch.float64), torch.rand(20, 1, dtype=torch.float64)
+SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
+    "a class, not an object": (
+        lambda: SequentialGP(X, Y, likelihood=BernoulliLikelihood),
+        TypeError,
+        r"likelihood: .* got the class BernoulliLikelihood; make an object",
+    ),
+    "a name": (
+        lambda: SequentialGP(X, Y, likelihood="bernoulli"),
+        TypeError,
+        "likelihood: expected a Likelihood, got 'bernoulli'",
+    ),
+    "a class of kernels": (
+        lambda: SequentialGP(X, Y, covar_module=RBFKernel),
+        TypeError,
+        "covar_module: expected a Kernel, got the class",
+    ),
+    "a class of transforms": (
+        lambda: SequentialGP(X, Y, input_transform=Normalize),
+        TypeError,
+        "input_transform",
+    ),
+    "inducing points, a fraction": (
+        lambda: SequentialGP(X, Y, inducing_points=2.5),
+        TypeError,
+        "inducing_points: expected a tensor or a whole number",
+    ),
+    "inducing points elsewhere": (
+        lambda: SequentialGP(X, Y, inducing_points=torch.rand(5, 3)),
+        ValueError,
+        "inducing_points: expected shape k x 2",
+    ),
+    "noise of another shape": (
+        lambda: SequentialGP(X, Y, Y.squeeze(-1)),
+        ValueError,
+        "train_Yvar: expected the shape of train_Y",
+    ),
+    "noise of labels": (
+        lambda: SequentialGP(X, Y.round(), Y, likelihood=BernoulliLikelihood()),
+        ValueError,
+        "train_Yvar: noise variances are for Gaussian",
+    ),
+    "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* torch.as_tensor makes"),
+    "an array": (lambda: labels().posterior(X.numpy()), TypeError, "got ndarray"),
+    "a point": (lambda: labels().posterior(X[0]), ValueError, r"single point is X\.unsqueeze"),
+    "a point to condition on": (
+        lambda: labels().condition_on_observations(X[0], Y[0].round()),
+        ValueError,
+        r"X\.unsqueeze",
+    ),
+    "lists to condition on": (
+        lambda: labels().condition_on_observations(X, Y.tolist()),
+        TypeError,
+        "Y: expected a torch.Tensor",
+    ),
+    "a number of fantasies": (
+        lambda: labels().fantasize(X, 16),
+        TypeError,
+        "sampler: expected a MCSampler, got 16",
+    ),
+    "inputs without targets": (
+        lambda: labels().update_stream([X]),
+        TypeError,
+        r"stream: expected pairs \(X, Y\)",
+    ),
+    "noise that is learnt": (
+        lambda: SequentialGP(X, Y, covar_module=make_kernel()).update(X, Y, noise=Y),
+        ValueError,
+        "noise: this model has a noise of its own",
+    ),
+    "a capacity in words": (
+        lambda: MemoryOptions(capacity="many"),  # type: ignore[arg-type]
+        TypeError,
+        "capacity: expected a number or None, got 'many'",
+    ),
+    "half a point": (lambda: BatchOptimizer(unit()).ask(0.5), ValueError, "q: expected a whole"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(SHAPES))
+def test_things_of_the_wrong_kind(mistake: str) -> None:
+    call, error, message = SHAPES[mistake]
+    with pytest.raises(error, match=message):
+        call()
 
 
 # -------------------------------------------------------------------------------- pools

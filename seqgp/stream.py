@@ -298,7 +298,13 @@ class StreamMixin:
         bar = progress_bar(
             stream, desc="stream", unit=" updates", disable=None if progress else True
         )
-        for X, Y, *more in bar:
+        for item in bar:
+            if isinstance(item, Tensor) or len(item) not in (2, 3):
+                raise TypeError(
+                    "stream: expected pairs (X, Y), or triples (X, Y, arguments), the last a "
+                    f"dictionary; got a {type(item).__name__}."
+                )
+            X, Y, *more = item
             record = self.update(X, Y, **options, **(more[0] if more else {}))
             records.append(record)
             bar.set_postfix(log_density=f"{record.log_density:.3f}", memory=record.num_memory)
@@ -418,6 +424,11 @@ class StreamMixin:
         check_Y(X, Y, "X", "Y")
         options = inspect.signature(StreamMixin.update).parameters
         check_arguments(self.likelihood, arguments, options, needed=len(X) > 0)
+        if noise is not None and self.num_data and "noise" not in self.likelihood_arguments:
+            raise ValueError(
+                "noise: this model has a noise of its own, which it learns; build it with "
+                "train_Yvar to give the noise variances of Gaussian observations."
+            )
         dtype = self.train_inputs[0].dtype
         X, Y = X.to(dtype), Y.to(dtype)
         with torch.no_grad():

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+
+from seqgp.progress import progress_bar
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "gpytorch", "botorch", "numpy", "seqgp")
@@ -145,7 +146,9 @@ def run(
     with result.update(path):
         result.runs.append(environment())
     number = len(result.runs) - 1
-    bar = tqdm(todo, desc=name, initial=len(wanted) - len(todo), total=len(wanted), unit="unit")
+    bar = progress_bar(
+        todo, desc=name, initial=len(wanted) - len(todo), total=len(wanted), unit="unit"
+    )
     for unit in bar:
         bar.set_postfix_str(unit.key)
         start = time.perf_counter()

@@ -27,6 +27,9 @@ class _NoBar:
     def set_postfix(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to draw."""
 
+    def set_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to draw."""
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -336,9 +336,12 @@ class StreamMixin:
         Example:
             >>> import torch
             >>> from seqgp import SequentialGP
+            >>> from gpytorch.kernels import RBFKernel
             >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
-            >>> Y = 2**0.5 * torch.sin(6.3 * X)
-            >>> model, other = SequentialGP(X, Y), SequentialGP(X[1:], Y[1:], inducing_points=X)
+            >>> Y = torch.sin(6 * X)
+            >>> model = SequentialGP(X, Y, covar_module=RBFKernel())
+            >>> options = {"covar_module": RBFKernel(), "inducing_points": X}
+            >>> other = SequentialGP(X[1:], Y[1:], **options)  # which never learnt the first
             >>> model.forget(X[:1], Y[:1])
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True

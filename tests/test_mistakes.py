@@ -347,6 +347,24 @@ def test_fantasies_with_per_point_arguments() -> None:
         )
 
 
+def test_batches_that_crowd_do_not_warn() -> None:
+    """The distance that points keep has a kink, at which BoTorch's line searches end."""
+    X = torch.linspace(0, 1, 20).unsqueeze(-1)
+    torch.manual_seed(0)
+    model = SequentialGP(X, torch.poisson(3 * X), likelihood=PoissonLikelihood())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = fantasy_batch(
+            lambda models, fantasies: UpperConfidenceBound(models[0], beta=4.0),
+            [model],
+            unit(1),
+            q=2,
+            num_restarts=2,
+            raw_samples=16,
+        )
+    assert float((batch.X[0] - batch.X[1]).abs()) < 0.02
+
+
 # -------------------------------------------------------------------------------- streams
 
 

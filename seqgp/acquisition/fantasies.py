@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +174,10 @@ def fantasy_batch(
             if apart.any():
                 candidates, found = candidates[apart], found[apart]
             else:
-                candidates, penalised = optimize(separated, taken)
+                with warnings.catch_warnings():
+                    # It has a kink where points may begin, and that is where line searches end.
+                    warnings.filterwarnings("ignore", "Optimization failed", RuntimeWarning)
+                    candidates, penalised = optimize(separated, taken)
                 candidates = candidates[penalised.argmax()].unsqueeze(0)
                 with torch.no_grad():
                     found = function(candidates).reshape(1)

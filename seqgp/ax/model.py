@@ -41,6 +41,7 @@ from gpytorch.kernels import Kernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
 from gpytorch.means import ConstantMean
 from gpytorch.priors import GammaPrior, LogNormalPrior
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
@@ -278,8 +279,11 @@ class AxSequentialGP(SequentialGP):
         if previous is not None:
             new = what_is_new(previous.observed, observed)
             if new is not None and len(train_X) <= growth * previous.num_fitted:
-                self._continue(previous, observed.select(new))
-                return
+                try:
+                    self._continue(previous, observed.select(new))
+                    return
+                except (FloatingPointError, NanError, NotPSDError):
+                    self.__dict__.clear()  # start again, from scratch
         self.observed = observed
         likelihood_class = LIKELIHOODS[likelihood_name]
         likelihood = None if likelihood_class is None else likelihood_class()

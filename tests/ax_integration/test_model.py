@@ -127,6 +127,20 @@ def test_what_is_fitted_from_scratch() -> None:
     assert AxSequentialGP(X[:50], Y[:50], previous=old).num_data == 50  # nothing new
 
 
+def test_an_update_that_goes_wrong_is_followed_by_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, Y = data("gaussian")
+    old = AxSequentialGP(X[:36], Y[:36])
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr(AxSequentialGP, "update", update)
+    model = AxSequentialGP(X, Y, previous=old)
+    model.learn()
+    assert (model.num_updates, model.num_data) == (0, 40)
+    assert (model.posterior(X).mean - Y).abs().mean() < 0.2
+
+
 def test_more_data_than_inducing_points() -> None:
     X, Y = data("gaussian", 80)
     model = AxSequentialGP(X[:70], Y[:70], max_inducing=30)

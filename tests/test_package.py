@@ -18,9 +18,11 @@ ROOT = Path(seqgp.__file__).parent
 DECLARED = {"torch", "gpytorch", "botorch", "linear_operator", "numpy", "seqgp"}
 
 
-def top_level_imports() -> Iterator[tuple[str, str]]:
-    """Files, and the packages that importing them needs."""
+def top_level_imports(extra: str | None = None) -> Iterator[tuple[str, str]]:
+    """Files, and the packages that importing them needs: of the library, or of an extra's part."""
     for path in ROOT.rglob("*.py"):
+        if path.is_relative_to(ROOT / "ax") != (extra == "ax"):
+            continue
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import):
                 yield from ((path.name, alias.name.partition(".")[0]) for alias in node.names)
@@ -33,6 +35,13 @@ def test_imports_are_declared_dependencies() -> None:
     assert "scipy" in from_botorch
     known = DECLARED | {"scipy"} | set(sys.stdlib_module_names)
     assert {(file, name) for file, name in top_level_imports() if name not in known} == set()
+
+
+def test_ax_is_imported_by_its_own_package_only() -> None:
+    """The extra brings Ax, and Ax brings pandas."""
+    assert "pandas" in (requires("ax-platform") or ())
+    known = DECLARED | {"ax", "pandas"} | set(sys.stdlib_module_names)
+    assert {(file, name) for file, name in top_level_imports("ax") if name not in known} == set()
 
 
 def test_version_and_types() -> None:

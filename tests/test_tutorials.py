@@ -117,6 +117,29 @@ def test_failures(tmp_path: Path) -> None:
     check_figure(directory / "figures" / "failures.png", 2, 3)
 
 
+def test_ax_experiment(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tutorials.ax_experiment", "--short"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for way in ("seqgp.ax", "Ax's default"):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(way)]
+        assert row[len(way) :].split()[0] == "9"
+    image = matplotlib.image.imread(tmp_path / "figures" / "ax_experiment.png")[..., :3]
+    height, width, _ = image.shape
+    for row_of, column in ((r, c) for r in range(2) for c in range(3)):
+        panel = image[
+            row_of * height // 2 : (row_of + 1) * height // 2,
+            column * width // 3 : (column + 1) * width // 3,
+        ]
+        assert panel.std() > 0.05
+
+
 #: Rows and columns of panels in each figure of the tutorial on hotspots.
 PANELS = {
     "hotspots": (1, 1),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from gpytorch.kernels import Kernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
 from gpytorch.means import ConstantMean
 from gpytorch.priors import GammaPrior, LogNormalPrior
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
@@ -152,7 +153,7 @@ class LinkPosterior(TransformedPosterior, GPyTorchPosterior):
             self,
             latent,
             sample_transform=link_of(likelihood).forward,
-            mean_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[0],
+            mean_transform=lambda mean, variance: _expected(likelihood, mean, variance),
             variance_transform=lambda mean, variance: prevalence(likelihood, mean, variance)[1],
         )
         self.latent = latent
@@ -160,6 +161,13 @@ class LinkPosterior(TransformedPosterior, GPyTorchPosterior):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+
+def _expected(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> Tensor:
+    """The mean of the link of latent values: in closed form for probabilities, else quadrature."""
+    if isinstance(likelihood, BernoulliLikelihood):
+        return torch.special.ndtr(mean * (1 + variance).rsqrt())
+    return prevalence(likelihood, mean, variance)[0]
 
 
 @GetSampler.register(NotGaussian)
@@ -271,8 +279,12 @@ class AxSequentialGP(SequentialGP):
         if previous is not None:
             new = what_is_new(previous.observed, observed)
             if new is not None and len(train_X) <= growth * previous.num_fitted:
-                self._continue(previous, observed.select(new))
-                return
+                try:
+                    self._continue(previous, observed.select(new))
+                    return
+                except (FloatingPointError, NanError, NotPSDError):
+                    self.__dict__.clear()  # start again, from scratch
+        self.observed = observed
         likelihood_class = LIKELIHOODS[likelihood_name]
         likelihood = None if likelihood_class is None else likelihood_class()
         mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
@@ -291,7 +303,6 @@ class AxSequentialGP(SequentialGP):
             likelihood_arguments=arguments,
         )
         self.memory_options = MemoryOptions(capacity=max(MEMORY, max_inducing))
-        self.observed = observed
         self.num_fitted = self.num_learnt = len(train_X)
 
     def _continue(self, previous: AxSequentialGP, new: Observed) -> None:
@@ -413,6 +424,12 @@ class AxSequentialGP(SequentialGP):
         torch.nn.Module.load_state_dict(self, learnt, strict=False)
         self.variational_strategy._clear_cache()
         self.refresh()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> AxSequentialGP:
+        self._predictor = None
+        self.observed = Observed(*(None if part is None else fn(part) for part in self.observed))  # type: ignore[arg-type]
+        super()._apply(fn, *args, **kwargs)
+        return self
 
     @classmethod
     def construct_inputs(cls, training_data: SupervisedDataset, **kwargs: Any) -> dict[str, Any]:

@@ -97,8 +97,9 @@ def generation_strategy(
         ...         if x > 0.8:
         ...             client.mark_trial_failed(index)
         ...         else:
-        ...             client.complete_trial(index, raw_data={"defects": round(30 * (1 - x))})
-        'COMPLETED'
+        ...             _ = client.complete_trial(index, raw_data={"defects": round(30 * (1 - x))})
+        >>> client.get_best_parameterization(use_model_predictions=False)[0]["x"] <= 0.8
+        True
     """
     likelihoods = dict(likelihoods or {})
     configs = {name: _options(name, given) for name, given in likelihoods.items()}

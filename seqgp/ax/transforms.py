@@ -51,10 +51,11 @@ class LearnFailures(Transform):
         if new:
             index = pd.MultiIndex.from_tuples(new, names=arms.index.names)
             arms = pd.concat([arms, pd.DataFrame([rows[key] for key in new], index=index)])
-            # Of outcomes over time (a third level) the first step will do: there are none.
-            steps = observations.index.nlevels - 2
+            # Of outcomes over time (a third level): a trial that failed did so at the last step,
+            # or else it would look as if it were the step that matters.
+            last = [level.max() for level in observations.index.levels[2:]]
             index = pd.MultiIndex.from_tuples(
-                [(*key, *(0.0,) * steps) for key in new], names=observations.index.names
+                [(*key, *last) for key in new], names=observations.index.names
             )
             nothing = pd.DataFrame(float("nan"), index=index, columns=observations.columns)
             observations = pd.concat([observations, nothing])

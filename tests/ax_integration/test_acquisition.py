@@ -39,7 +39,7 @@ def test_value_is_improvement_times_probability(
     parts: tuple[SequentialGP, AxSequentialGP, Tensor, Tensor],
 ) -> None:
     """Far from failed trials, that of `LogValidExpectedImprovement` with a plain model."""
-    objective, validity, failed, X = parts
+    objective, validity, failed, _ = parts
     acqf = TimesValidity(LogExpectedImprovement(objective, 0.5), validity, failed, BOUNDS)
     plain = SequentialGP(
         validity.observed.X,

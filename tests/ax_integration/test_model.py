@@ -127,6 +127,20 @@ def test_what_is_fitted_from_scratch() -> None:
     assert AxSequentialGP(X[:50], Y[:50], previous=old).num_data == 50  # nothing new
 
 
+def test_an_update_that_goes_wrong_is_followed_by_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, Y = data("gaussian")
+    old = AxSequentialGP(X[:36], Y[:36])
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr(AxSequentialGP, "update", update)
+    model = AxSequentialGP(X, Y, previous=old)
+    model.learn()
+    assert (model.num_updates, model.num_data) == (0, 40)
+    assert (model.posterior(X).mean - Y).abs().mean() < 0.2
+
+
 def test_more_data_than_inducing_points() -> None:
     X, Y = data("gaussian", 80)
     model = AxSequentialGP(X[:70], Y[:70], max_inducing=30)
@@ -250,6 +264,17 @@ def test_categorical_inputs() -> None:
     assert (model.posterior(X).mean - Y).square().mean().sqrt() < 0.2
     alone = AxSequentialGP(X[:, 1:2], Y, categorical_features=[0])
     assert alone.posterior(X[:3, 1:2]).mean.shape == (3, 1)
+
+
+def test_float32() -> None:
+    X, Y = data("poisson")
+    model = AxSequentialGP(X, Y, likelihood_name="poisson")
+    expected = model.posterior(X).mean
+    model = model.float()
+    assert model.observed.X.dtype == torch.float32
+    mean = model.posterior(X.float()).mean
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean, expected.float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from botorch.acquisition import LogExpectedImprovement
 from gpytorch.likelihoods import PoissonLikelihood
 from scipy import integrate, stats
 from torch import Tensor
 
 from seqgp.ax import model as ax_model
+from seqgp.ax.acquisition import TimesValidity
 from seqgp.ax.model import AxSequentialGP, LinkPosterior, Observed, what_is_new
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -264,6 +266,30 @@ def test_categorical_inputs() -> None:
     assert (model.posterior(X).mean - Y).square().mean().sqrt() < 0.2
     alone = AxSequentialGP(X[:, 1:2], Y, categorical_features=[0])
     assert alone.posterior(X[:3, 1:2]).mean.shape == (3, 1)
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_every_tensor_follows_its_inputs(kind: str) -> None:
+    """See tests/test_devices.py: on the default device "meta", a tensor holds no data."""
+    X, Y = data(kind)
+    x = torch.rand(5, 2, 2, dtype=torch.double)
+    means = []
+    for device in ("cpu", "meta"):
+        torch.set_default_device(device)
+        try:
+            model = AxSequentialGP(X[:39], Y[:39], **OPTIONS[kind])
+            model = AxSequentialGP(X, Y, previous=model, **OPTIONS[kind])
+            failed, bounds = X[:3], torch.stack([X.amin(0), X.amax(0)])
+            factor = None
+            if kind == "validity":
+                acqf = TimesValidity(LogExpectedImprovement(model, X[0, 0]), model, failed, bounds)
+                factor = acqf.log_factor(x)
+            means.append((model.posterior(x).mean, factor))
+        finally:
+            torch.set_default_device(None)
+    for ours, theirs in zip(*means, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_float32() -> None:

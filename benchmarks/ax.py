@@ -226,16 +226,21 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
             label = label if PROBLEMS[name].fails else label.split(",")[0]
             runs = torch.stack([regret(name, row["values"]) for row in rows])
             curves.setdefault(name, {})[label] = runs
-            final = sorted(runs[:, -1].tolist())
+            half, final = (sorted(_numbers(runs[:, k])) for k in (runs.shape[1] // 2 - 1, -1))
             failed = statistics.median(sum(v is None for v in row["values"]) for row in rows)
             lines.append(
                 f"| {name}, {runs.shape[1]} trials | {label} | {len(rows)} "
-                f"| {runs[:, runs.shape[1] // 2 - 1].nanmedian():.4f} "
+                f"| {statistics.median(half):.4f} "
                 f"| {statistics.median(final):.4f} ({final[0]:.4f}-{final[-1]:.4f}) | {failed:g} |"
             )
     lines += ["", *render_times(units)]
     lines += ["", f"![regret and time]({plot(curves, units, directory)})"]
     return "\n".join(lines)
+
+
+def _numbers(column: Tensor) -> list[float]:
+    """Regrets at some trial, infinite where nothing valid has been found."""
+    return torch.where(column.isnan(), math.inf, column).tolist()
 
 
 def render_times(units: dict[str, dict[str, Any]]) -> list[str]:
@@ -295,7 +300,7 @@ def plot(
             x = range(1, runs.shape[1] + 1)
             for run in runs.clamp_min(1e-5):
                 axis.semilogy(x, run, color=colour, alpha=0.2, linewidth=0.7)
-            axis.semilogy(x, runs.nanmedian(0).values.clamp_min(1e-5), color=colour, label=label)
+            axis.semilogy(x, runs.nanquantile(0.5, 0).clamp_min(1e-5), color=colour, label=label)
         axis.set(xlabel="trials", ylabel="regret of the best valid value", title=name)
         axis.legend(frameon=False, fontsize=7)
     for way, colour in (("failed", "C1"), ("ours", "C3")):

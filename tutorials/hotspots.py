@@ -40,7 +40,7 @@ from tutorials import hotspot_figures as figures
 TESTS = 100  # people tested in a village
 THRESHOLD = 0.1  # a hotspot: more than one in ten
 #: What a survey should tell us more about: which villages are hotspots, and the prevalence.
-CRITERION = ("threshold-entropy", "variance")
+CRITERION = ("misclassification", "variance")
 
 
 class Plan(NamedTuple):

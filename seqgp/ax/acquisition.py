@@ -132,7 +132,9 @@ class ValidAcquisition(Acquisition):
         )
         if self.validity_model is None or self.failed is None:
             return acqf
-        bounds = torch.tensor(self.search_space_digest.bounds).to(self.failed).mT
+        bounds = (
+            torch.tensor(self.search_space_digest.bounds, dtype=torch.double).to(self.failed).mT
+        )
         return TimesValidity(acqf, self.validity_model, self.failed, bounds)
 
     def get_botorch_objective_and_transform(  # type: ignore[override]

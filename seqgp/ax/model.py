@@ -41,6 +41,7 @@ from gpytorch.kernels import Kernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, PoissonLikelihood
 from gpytorch.means import ConstantMean
 from gpytorch.priors import GammaPrior, LogNormalPrior
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
@@ -278,26 +279,31 @@ class AxSequentialGP(SequentialGP):
         if previous is not None:
             new = what_is_new(previous.observed, observed)
             if new is not None and len(train_X) <= growth * previous.num_fitted:
-                self._continue(previous, observed.select(new))
-                return
+                try:
+                    self._continue(previous, observed.select(new))
+                    return
+                except (FloatingPointError, NanError, NotPSDError):
+                    self.__dict__.clear()  # start again, from scratch
         self.observed = observed
         likelihood_class = LIKELIHOODS[likelihood_name]
-        likelihood = None if likelihood_class is None else likelihood_class()
-        mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
-        arguments = {} if observed.totals is None else {"total_count": observed.totals}
-        super().__init__(
-            observed.X,
-            observed.Y,
-            train_Yvar=observed.Yvar,
-            likelihood=likelihood,
-            covar_module=kernel,
-            mean_module=mean,
-            inducing_points=max_inducing,
-            input_transform=input_transform,
-            outcome_transform=None if likelihood is None else ExpectedOutcome(likelihood),
-            learn_inducing_points=False,
-            likelihood_arguments=arguments,
-        )
+        with train_X.device:  # where BoTorch and GPyTorch make what has no device of its own
+            likelihood = None if likelihood_class is None else likelihood_class()
+            mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
+            super().__init__(
+                observed.X,
+                observed.Y,
+                train_Yvar=observed.Yvar,
+                likelihood=likelihood,
+                covar_module=kernel,
+                mean_module=mean,
+                inducing_points=max_inducing,
+                input_transform=input_transform,
+                outcome_transform=None if likelihood is None else ExpectedOutcome(likelihood),
+                learn_inducing_points=False,
+                likelihood_arguments=(
+                    {} if observed.totals is None else {"total_count": observed.totals}
+                ),
+            )
         self.memory_options = MemoryOptions(capacity=max(MEMORY, max_inducing))
         self.num_fitted = self.num_learnt = len(train_X)
 

@@ -149,6 +149,20 @@ def test_two_objectives_one_of_them_counts() -> None:
     assert len(client.get_pareto_frontier(use_model_predictions=False)) >= 1
 
 
+def test_as_long_as_nothing_is_feasible() -> None:
+    client = make_client(
+        "z", outcome_constraints=["count <= 1"], likelihoods={"count": "poisson"}, num_initial=3
+    )
+    run(
+        client,
+        lambda p: "failed" if p["x"] > 0.6 else {"z": p["y"], "count": 5 + round(6 * p["x"])},
+        5,
+    )
+    adapter: Any = client._generation_strategy.adapter
+    acqf = adapter.generator._acquisition.acqf
+    assert type(getattr(acqf, "acqf", acqf)).__name__ == "qLogProbabilityOfFeasibility"
+
+
 def test_batches_and_pending_trials() -> None:
     """Trials that run at the same time differ, whatever comes back in whatever order."""
     client = make_client("z", num_initial=3)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from botorch.acquisition import LogExpectedImprovement
 from gpytorch.likelihoods import PoissonLikelihood
 from scipy import integrate, stats
 from torch import Tensor
 
 from seqgp.ax import model as ax_model
+from seqgp.ax.acquisition import TimesValidity
 from seqgp.ax.model import AxSequentialGP, LinkPosterior, Observed, what_is_new
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -125,6 +127,20 @@ def test_what_is_fitted_from_scratch() -> None:
     assert AxSequentialGP(X, Y, previous=old, growth=1.1).num_updates == 0
     assert AxSequentialGP(X[:55], Y[:55] + 1, previous=old).num_updates == 0  # other values
     assert AxSequentialGP(X[:50], Y[:50], previous=old).num_data == 50  # nothing new
+
+
+def test_an_update_that_goes_wrong_is_followed_by_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, Y = data("gaussian")
+    old = AxSequentialGP(X[:36], Y[:36])
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr(AxSequentialGP, "update", update)
+    model = AxSequentialGP(X, Y, previous=old)
+    model.learn()
+    assert (model.num_updates, model.num_data) == (0, 40)
+    assert (model.posterior(X).mean - Y).abs().mean() < 0.2
 
 
 def test_more_data_than_inducing_points() -> None:
@@ -250,6 +266,30 @@ def test_categorical_inputs() -> None:
     assert (model.posterior(X).mean - Y).square().mean().sqrt() < 0.2
     alone = AxSequentialGP(X[:, 1:2], Y, categorical_features=[0])
     assert alone.posterior(X[:3, 1:2]).mean.shape == (3, 1)
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_every_tensor_follows_its_inputs(kind: str) -> None:
+    """See tests/test_devices.py: on the default device "meta", a tensor holds no data."""
+    X, Y = data(kind)
+    x = torch.rand(5, 2, 2, dtype=torch.double)
+    means = []
+    for device in ("cpu", "meta"):
+        torch.set_default_device(device)
+        try:
+            model = AxSequentialGP(X[:39], Y[:39], **OPTIONS[kind])
+            model = AxSequentialGP(X, Y, previous=model, **OPTIONS[kind])
+            failed, bounds = X[:3], torch.stack([X.amin(0), X.amax(0)])
+            factor = None
+            if kind == "validity":
+                acqf = TimesValidity(LogExpectedImprovement(model, X[0, 0]), model, failed, bounds)
+                factor = acqf.log_factor(x)
+            means.append((model.posterior(x).mean, factor))
+        finally:
+            torch.set_default_device(None)
+    for ours, theirs in zip(*means, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_float32() -> None:

@@ -139,6 +139,10 @@ class BatchOptimizer:
     def ask(self, q: int = 1, X_pending: Tensor | None = None, progress: bool = False) -> Tensor:
         """Propose ``q x d`` inputs to evaluate; asked again, the same ones.
 
+        Until there are ``num_initial`` evaluations, these are the first points of a quasi-random
+        sequence that have been neither told nor passed as ``X_pending``: without it, points that
+        are still being evaluated are proposed again.
+
         As long as there is nothing to improve on, no valid evaluation nor a value to learn from,
         validity itself is maximised, and a `NoValidObservationWarning` says so.
 

@@ -56,6 +56,9 @@ INITIAL_NODES = ("CenterOfSearchSpace", "Sobol")
 #: Trials that there are when the cost of the next ones is measured, and how many of these.
 SIZES, STEPS = (50, 100, 200, 300), 6
 
+#: Trials of the long experiment.
+LONG = 150
+
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """All ways on each problem, for each seed; the cost of a trial; a long experiment."""
@@ -78,7 +81,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     ]
     if not quick:
         work += [
-            Unit(f"long/Hartmann6/{way}/seed0", partial(measure, "Hartmann6", way, 0, 300))
+            Unit(f"long/Hartmann6/{way}/seed0", partial(measure, "Hartmann6", way, 0, LONG))
             for way in ("failed", "ours")
         ]
     return {"quick": quick, "initial": NUM_INITIAL, "steps": STEPS}, work
@@ -263,7 +266,7 @@ def render_times(units: dict[str, dict[str, Any]]) -> list[str]:
         "| a long experiment, trials | | seeds | processor seconds, mean | regret, median |",
         "|---|---|---|---|---|",
     ]
-    for end in (50, 100, 150, 200, 250, 300):
+    for end in range(50, LONG + 1, 50):
         for way, rows in long.items():
             if not rows:
                 continue

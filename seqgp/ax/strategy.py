@@ -122,10 +122,11 @@ def generation_strategy(
         )
     shared = {"stream": stream, "max_inducing": max_inducing}
     configs[VALIDITY] = {"likelihood_name": "bernoulli", "sharp": True}
-    totals = [options.get("total_count") for options in configs.values()]
+    for total in [options.get("total_count") for options in configs.values()]:
+        if isinstance(total, str):  # a count, too
+            configs.setdefault(total, {"likelihood_name": "poisson"})
     raw = [name for name, options in configs.items() if options]
-    raw += [total for total in totals if isinstance(total, str)]
-    held = {"raw_metrics": raw, "growth": GROWTH if stream else 1.0}
+    held = {"raw_metrics": raw, "growth": GROWTH if stream else 0.0}
     kwargs: dict[str, Any] = {
         "surrogate_spec": SurrogateSpec(
             model_configs=[_model_config(shared)],

@@ -90,7 +90,7 @@ class _Held(Transform):
 
     def _hold(self, experiment_data: ExperimentData | None, adapter: Adapter | None) -> None:
         """Take over what the previous transform of the same kind had found out, if it will do."""
-        growth = float(self.config.get("growth", 1.0))  # type: ignore[arg-type]
+        growth = float(self.config.get("growth", 0.0))  # type: ignore[arg-type]
         self.num_rows = 0 if experiment_data is None else len(experiment_data.observation_data)
         metrics = None if experiment_data is None else set(experiment_data.metric_signatures)
         self._about = metrics, None if adapter is None else adapter._optimization_config

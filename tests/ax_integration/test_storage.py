@@ -27,9 +27,9 @@ def evaluate(p: Any) -> Any:
 @pytest.fixture(scope="module")
 def client() -> Client:
     client = make_client(
-        "z", outcome_constraints=["count <= 3"], likelihoods={"count": "poisson"}, num_initial=6
+        "z", outcome_constraints=["count <= 3"], likelihoods={"count": "poisson"}, num_initial=5
     )
-    run(client, evaluate, 9)
+    run(client, evaluate, 7)
     return client
 
 
@@ -49,7 +49,7 @@ def test_json(client: Client, tmp_path: Path) -> None:
         assert isinstance(model, AxSequentialGP)
         assert kind in type(model.likelihood).__name__
     loaded.save_to_json_file(path)  # with a fitted model, and again
-    assert len(Client.load_from_json_file(path).summarize()) == 11
+    assert len(Client.load_from_json_file(path).summarize()) == 9
 
 
 def test_sql(tmp_path: Path) -> None:

@@ -36,5 +36,8 @@ BENCHMARKS = {
     "lunar": Entry("batches for a lunar lander that may crash, against rivals", "seeds"),
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
+    "splitmnist": Entry(
+        "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
+    ),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

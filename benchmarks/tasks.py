@@ -95,6 +95,7 @@ DATA_SETS = {
     "mnist": DataSet("mnist", 4000, 300, 400, torch.float32),
     "mnist, 10,000 images": DataSet("mnist", 700, 150, 70, torch.float32, 10_000, 2500),
     "digits": DataSet("digits", 100, 100, 10, torch.float64),
+    "digits, 500 images": DataSet("digits", 50, 30, 10, torch.float64, 500, 300),
 }
 
 

@@ -59,6 +59,7 @@ def stream(
 ) -> Iterator[SequentialGP]:
     """The model after each task; options of `SequentialGP.update`."""
     model = empty_model(tasks)
+    model.paper_removes_memory = False  # as the authors do here
     for task in tasks.tasks:
         for X, y in task:
             model.update(

@@ -192,7 +192,8 @@ def _table(name: str, units: dict[str, dict[str, Any]]) -> str:
         "same kernel: lengthscale the median distance of the first batch, variance 20. *Kernel "
         "learnt*, Bui et al. and the paper's rule learn both; the others keep them. Bui et al. is "
         "our summary without a memory, hyperparameters by 5 steps of L-BFGS a batch; the paper's "
-        "rule makes 20 steps of Adam a batch (100 in the paper); VAR-GP has a fifth of the inducing points for each task.",
+        "rule makes 20 steps of Adam a batch (100 in the paper); VAR-GP has a fifth of the "
+        "inducing points for each task.",
         "",
         "| | accuracy | NLPD | seeds | seconds | P accuracy / NLPD |",
         "|---|---|---|---|---|---|",

@@ -37,5 +37,8 @@ BENCHMARKS = {
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
     "ax": Entry("Ax experiments with failing trials: regret and seconds a trial", "seeds"),
+    "splitmnist": Entry(
+        "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
+    ),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

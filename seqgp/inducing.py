@@ -77,34 +77,58 @@ def choose_inducing_points(
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
 
 
-def sample_inducing_points(
-    Z: Tensor, new: Tensor, num_seen: int, max_points: int, generator: torch.Generator
+@torch.no_grad()
+def cluster_inducing_points(
+    Z: Tensor,
+    inputs: Tensor,
+    weights: Tensor,
+    num_new: int,
+    num_seen: int,
+    max_points: int,
+    generator: torch.Generator,
+    iterations: int = 5,
 ) -> Tensor:
-    """Inducing points that remain a sample of all inputs of a stream.
+    """Inducing points that are centres of clusters of all inputs of a stream.
 
-    New inputs fill empty places, and take those of old points, in proportion to their number among
-    all inputs so far (reservoir sampling). Unlike `choose_inducing_points` this does not prefer
-    outliers, which is what the worst explained inputs are when there are many input dimensions.
+    First new inputs fill empty places, and take those of old points at random, in proportion to
+    their number among all inputs so far. Then a few iterations of Lloyd's algorithm (k-means) on
+    what is at hand: new inputs, remembered ones with their weights, and the old points, which stand
+    for all inputs that nothing remembered stands for. Unlike `choose_inducing_points` this does not
+    prefer outliers, which is what the worst explained inputs are when there are many dimensions.
 
     Args:
         Z: ``m x d`` present inducing points.
-        new: ``n x d`` new inputs.
-        num_seen: How many inputs came before.
+        inputs: ``n x d`` remembered inputs, then new ones.
+        weights: ``n``, for how many inputs each stands.
+        num_new: How many are new.
+        num_seen: How many inputs came before those.
         max_points: The largest number of inducing points.
         generator: Draws them, on the CPU.
+        iterations: Of Lloyd's algorithm.
 
     Returns:
         ``m' x d`` inducing points; ``Z`` itself if there are no new inputs.
     """
-    n = len(new)
-    if not n:
+    if not num_new:
         return Z
-    number = min(max_points, (len(Z) if num_seen else 0) + n)
-    added = min(n, max(round(number * n / (num_seen + n)), number - len(Z)))
-    device = Z.device
-    order = torch.randperm(n, generator=generator, device="cpu")[:added].to(device)
+    device, new = Z.device, inputs[len(inputs) - num_new :].to(Z)
+    number = min(max_points, (len(Z) if num_seen else 0) + num_new)
+    added = max(round(number * num_new / (num_seen + num_new)), number - len(Z))
+    added = min(added, num_new)
+    order = torch.randperm(num_new, generator=generator, device="cpu")[:added].to(device)
     kept = torch.randperm(len(Z), generator=generator, device="cpu")[: number - added].to(device)
-    return torch.cat([Z[kept.sort().values], new[order.sort().values].to(Z)])
+    centres = torch.cat([Z[kept.sort().values], new[order.sort().values]])
+    represented = float(weights[: len(inputs) - num_new].sum())
+    own = max(num_seen - represented, 0.0) / max(len(Z), 1)
+    points = torch.cat([inputs.to(Z), Z])
+    mass = torch.cat([weights.to(Z), torch.full_like(Z[:, 0], own)])
+    for _ in range(iterations):
+        nearest = torch.cdist(points, centres).argmin(-1)
+        total = torch.zeros_like(centres[:, 0]).index_add(0, nearest, mass)
+        moment = torch.zeros_like(centres).index_add(0, nearest, mass.unsqueeze(-1) * points)
+        occupied = (total > 0).unsqueeze(-1)
+        centres = torch.where(occupied, moment / total.clamp_min(1e-12).unsqueeze(-1), centres)
+    return centres
 
 
 def _exchange(

@@ -115,6 +115,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     train_inputs: tuple[Tensor]
     train_targets: Tensor
     likelihood_arguments: dict[str, Any]
+    paper_removes_memory: bool = True  # see `seqgp.paper`
     _has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(

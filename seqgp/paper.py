@@ -13,6 +13,11 @@ and :math:`B = \sum_i k_{zi} \beta_i k_{zi}^T` of all data so far:
    f_i) - \mathrm{KL}`, with :math:`\lambda` and :math:`B` themselves held fixed, so that the
    pseudo-data that they stand for change along with the hyperparameters;
 5. some of the new points, drawn by leverage, join the memory.
+
+Step 2 is left out if the model's ``paper_removes_memory`` is false, as the authors do for split
+MNIST: with classes that come and go the memory's sites under the present posterior are not those
+that its points came with, and without them there may be no posterior. The memory then counts anew
+at each update.
 """
 
 from __future__ import annotations
@@ -127,7 +132,7 @@ def natural_gradient(model: Any, num_old: int) -> None:
     data = strategy._check_data(X, Y, model.likelihood, arguments)
     state = strategy._state()
     duals, rest = state.duals, state.duals
-    if num_old:
+    if num_old and model.paper_removes_memory:
         memory = data.select(torch.arange(num_old, device=X.device))
         sites, _ = strategy.sites(
             memory.inputs, memory.targets, model.likelihood, **memory.arguments

@@ -165,7 +165,8 @@ class ObservationPosterior(Posterior):
             raise UnsupportedError(
                 f"Observations of a {type(self.likelihood).__name__} are not classes."
             )
-        return torch.tensordot(weights, conditional.probs, 1)
+        probabilities = torch.tensordot(weights, conditional.probs, 1)
+        return probabilities if self.several_latents else probabilities.squeeze(-3)
 
     @property
     def variance(self) -> Tensor:

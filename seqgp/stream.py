@@ -31,7 +31,7 @@ from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import is_conjugate, precision_floor
 from seqgp.fit import clamp_to_bounds, turning_back
-from seqgp.inducing import choose_inducing_points, sample_inducing_points
+from seqgp.inducing import choose_inducing_points, cluster_inducing_points
 from seqgp.likelihoods import OrdinalLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
@@ -131,10 +131,9 @@ class StreamMixin:
             learning_rate: Adam's learning rate.
             inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
                 them (`seqgp.inducing`), ``"learn"`` moves them by gradient along with the
-                hyperparameters, ``"both"`` does both, ``"sample"`` lets new inputs take the places
-                of old points at random, so that they stay a sample of all inputs (for inputs of
-                many dimensions, where each is far from all others), ``"fixed"`` leaves them alone.
-                By default
+                hyperparameters, ``"both"`` does both, ``"cluster"`` makes them the centres of
+                clusters of all inputs so far (for inputs of many dimensions, where each is far
+                from all others), ``"fixed"`` leaves them alone. By default
                 ``"both"`` (``"learn"`` in paper mode), or ``"fixed"`` if nothing is learnt or the
                 model was told not to learn them.
             max_inducing: Their largest number if they are adapted; by default what the model was
@@ -166,9 +165,9 @@ class StreamMixin:
             Z = self.variational_strategy.inducing_points
             learns = learn and isinstance(Z, torch.nn.Parameter)
             inducing = ("learn" if mode == "paper" else "both") if learns else "fixed"
-        if inducing not in ("learn", "adapt", "both", "sample", "fixed"):
+        if inducing not in ("learn", "adapt", "both", "cluster", "fixed"):
             raise ValueError(
-                f"inducing: expected learn, adapt, both, sample or fixed, got {inducing!r}."
+                f"inducing: expected learn, adapt, both, cluster or fixed, got {inducing!r}."
             )
         if optimizer not in ("adam", "lbfgs"):
             raise ValueError(f"optimizer: expected adam or lbfgs, got {optimizer!r}.")
@@ -213,8 +212,8 @@ class StreamMixin:
                 if mode == "paper" and allocator is None:
                     allocator = GreedyVarianceReduction()
                 self._adapt_inducing_points(max_inducing, allocator)
-            if inducing == "sample":
-                self._sample_inducing_points(X, max_inducing)
+            if inducing == "cluster":
+                self._cluster_inducing_points(num_new, max_inducing)
             learns_Z = inducing in ("learn", "both")
             if mode == "paper":
                 taken, bound = paper_step(self, num_old, learn, steps, learning_rate, learns_Z)
@@ -244,7 +243,8 @@ class StreamMixin:
                 # sites of negative precision, which cannot be folded, have been cut off, or the
                 # memory counts for what has been folded.
                 if discount != 1 or memory.replay or precision_floor(self.likelihood) is None:
-                    self.refresh(max_steps=site_steps)
+                    # Not far from where it was.
+                    self.refresh(max_steps=None if site_steps is None else -(-site_steps // 2))
             self.stream_mode = mode
             self.num_updates += 1
             self.num_seen += num_new
@@ -486,16 +486,21 @@ class StreamMixin:
         if chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z):
             strategy.start_from(chosen)
 
-    def _sample_inducing_points(self: Any, X: Tensor, max_points: int | None) -> None:
-        """Some of the new inputs as inducing points, in the place of old ones."""
+    def _cluster_inducing_points(self: Any, num_new: int, max_points: int | None) -> None:
+        """Inducing points as the centres of clusters of what has been seen."""
         strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
         if Z.dim() > 2:
-            raise ValueError("inducing: outputs with inducing points of their own cannot sample.")
-        number = max(Z.shape[-2], self.max_inducing) if max_points is None else max_points
-        generator = torch.Generator().manual_seed(self.num_updates)
-        new = self._transform_train_inputs(X)
-        chosen = sample_inducing_points(Z, new, self.num_seen, number, generator)
-        if chosen is not Z:
+            raise ValueError("inducing: points of several models or outputs cannot be clustered.")
+        chosen = cluster_inducing_points(
+            Z,
+            self._transform_train_inputs(self.train_inputs[0]),
+            self.memory_weights,
+            num_new,
+            self.num_seen,
+            max(Z.shape[-2], self.max_inducing) if max_points is None else max_points,
+            torch.Generator().manual_seed(self.num_updates),
+        )
+        if num_new:
             strategy.start_from(chosen)
 
     @torch.enable_grad()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import BENCHMARKS, banana, data, magnetic, snapshots, timing
+from benchmarks import BENCHMARKS, banana, data, magnetic, snapshots, splitmnist, timing
 from benchmarks.__main__ import main, report
 from benchmarks.memory import MEGABYTE, peak_memory
 from benchmarks.runner import PACKAGES, Result, Times, Unit, race, run
@@ -100,6 +100,25 @@ def test_magnetic_runs(tmp_path: Path) -> None:
         assert f"| ours | {step} |" in printed
         assert units[only]["steps"][str(step)]["a"] < 0.4  # the made noise is 0.3
     assert len(magnetic.stream_of("revisit", "in order", quick=True).pieces) == 4
+
+
+def test_splitmnist_runs(tmp_path: Path) -> None:
+    """On few of scikit-learn's digits: ours remembers where a model without memory forgets."""
+    name = splitmnist.QUICK
+    for only in ("ours", "ours, no memory", "VAR-GP", "offline", "leverage"):
+        key = f"{name}/{only}/seed0"
+        printed = command("splitmnist", "--quick", "--only", key, "--out", str(tmp_path))
+    units = json.loads((tmp_path / "splitmnist-quick.json").read_text())["units"]
+    assert (tmp_path / "splitmnist-digits.png").stat().st_size > 10_000
+    accuracy = {key.split("/")[1]: unit.get("accuracy") for key, unit in units.items()}
+    assert accuracy["ours"] > 0.85
+    assert accuracy["ours, no memory"] < 0.7
+    assert accuracy["offline"] > max(0.9, accuracy["VAR-GP"] - 0.02)
+    by_task = units[f"{name}/ours/seed0"]["by_task"]
+    assert [len(row) for row in by_task] == [1, 2, 3, 4, 5]
+    assert "| after task | 0, 1 | 2, 3 |" in printed
+    moved = units[f"{name}/leverage/seed0"]["moved"]
+    assert moved["leverage"]["20"] < moved["random"]["20"]
 
 
 def test_figures_keep_what_they_draw() -> None:

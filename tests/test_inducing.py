@@ -9,7 +9,7 @@ from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.inducing import choose_inducing_points
+from seqgp.inducing import choose_inducing_points, cluster_inducing_points
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -127,3 +127,65 @@ def test_exchanges_in_single_precision() -> None:
     assert chosen.dtype is torch.float32
     for old_and_new in (points(0, 5, 100), X.double()):
         assert unexplained(chosen.double(), old_and_new, kernel()).max() < 0.2
+
+
+def clusters(n: int, at: tuple[float, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.tensor(at).repeat_interleave(n // len(at)).unsqueeze(-1)
+    return centres + 0.05 * torch.randn(len(centres), 1, generator=generator)
+
+
+def clustered(
+    Z: Tensor, inputs: Tensor, weights: Tensor, num_new: int, num_seen: int, number: int
+) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return cluster_inducing_points(Z, inputs, weights, num_new, num_seen, number, generator)
+
+
+def test_centres_are_those_of_scipy() -> None:
+    """From the same start, Lloyd's iterations of SciPy."""
+    from scipy.cluster.vq import kmeans2
+
+    X = clusters(60, (0.0, 2.0, 5.0))
+    ones = torch.ones(60)
+    start = cluster_inducing_points(
+        X[:0], X, ones, 60, 0, 7, torch.Generator().manual_seed(0), iterations=0
+    )
+    expected, _ = kmeans2(X.numpy(), start.numpy(), iter=5, minit="matrix")
+    torch.testing.assert_close(clustered(X[:0], X, ones, 60, 0, 7), torch.as_tensor(expected))
+
+
+def test_weights_count_as_repetitions() -> None:
+    X = clusters(40, (0.0, 3.0))
+    count = torch.arange(40) % 3 + 1
+    Z = X[::8]
+    once = cluster_inducing_points(Z, X, count.to(X), 0, 40, 5, torch.Generator(), iterations=5)
+    assert once is Z  # nothing is new
+    alone = torch.cat([X, X[:4]])
+    weighted = clustered(Z, alone, torch.cat([count.to(X), torch.ones(4)]), 4, 80, 5)
+    repeated = torch.cat([X.repeat_interleave(count, 0), X[:4]])
+    many = clustered(Z, repeated, torch.ones(len(repeated)), 4, 80, 5)
+    torch.testing.assert_close(weighted, many)
+
+
+def test_places_are_shared_in_proportion() -> None:
+    """Of ten points, two move to a fifth of the data; the others stand for what is gone."""
+    Z, new = clusters(10, (0.0, 1.0)), clusters(100, (9.0,))
+    found = clustered(Z, new, torch.ones(100), 100, 400, 10)
+    assert len(found) == 10
+    assert int((found > 5).sum()) == 2
+    assert float(found[found < 5].min()) > -0.3
+    assert float(found[found < 5].max()) < 1.3
+
+
+def test_clusters_along_a_stream() -> None:
+    X = torch.cat([clusters(60, (0.0, 1.0)), clusters(60, (5.0, 6.0))])
+    Y = X.sin()
+    model = SequentialGP(X[:0], Y[:0], inducing_points=X[:1])
+    for x, y in zip(X.split(30), Y.split(30), strict=True):
+        model.update(x, y, inducing="cluster", max_inducing=8, memory=20, steps=2)
+    Z = model.variational_strategy.inducing_points
+    assert len(Z) == 8
+    for centre in (0.0, 1.0, 5.0, 6.0):
+        assert float((Z - centre).abs().min()) < 0.2
+    assert float((model.posterior(X).mean - Y).abs().max()) < 0.3

@@ -99,3 +99,56 @@ def test_weights_are_moderate_where_leverage_is_zero(dtype: torch.dtype) -> None
     assert (1 / inclusion).max() < 4
     nothing = MemoryOptions(capacity=10).inclusion_of(torch.zeros(20, dtype=dtype), 20)
     torch.testing.assert_close(nothing, torch.full((20,), 0.5, dtype=dtype))
+
+
+def test_a_share_of_what_was_seen() -> None:
+    memory = MemoryOptions(capacity=0.05)
+    assert memory.at(2000).capacity == 100
+    assert memory.at(10).capacity == 0
+    assert MemoryOptions(capacity=7).at(2000).capacity == 7
+    for wrong in (1.5, -0.1):
+        with pytest.raises(ValueError, match="capacity: expected"):
+            MemoryOptions(capacity=wrong)
+    with pytest.raises(ValueError, match="replay: expected"):
+        MemoryOptions(replay=2.0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    labels=st.lists(st.integers(0, 3), max_size=30),
+    new=st.integers(0, 30),
+    capacity=st.none() | st.integers(0, 15),
+    per_update=st.none() | st.integers(0, 15),
+)
+def test_balance_is_even_and_fills_the_memory(
+    labels: list[int], new: int, capacity: int | None, per_update: int | None
+) -> None:
+    n, new = len(labels), min(new, len(labels))
+    classes, leverage = torch.tensor(labels, dtype=torch.long), torch.rand(n)
+    memory = MemoryOptions(capacity, per_update, balance=True)
+    kept = memory.choose(leverage, new, 0, classes)
+    assert torch.equal(kept, kept.unique())
+    plain = MemoryOptions(capacity, per_update).choose(leverage, new, 0)
+    if per_update is None or capacity is None:  # else quotas of both stages may not meet
+        assert len(kept) == len(plain)
+    assert len(kept) <= len(plain)
+    if per_update is None:  # no class has two more than another that had more to give
+        for k in classes.unique():
+            own, rest = int((classes[kept] == k).sum()), int((classes == k).sum())
+            if own < rest:
+                counts = [int((classes[kept] == j).sum()) for j in classes.unique()]
+                assert max(counts) <= own + 1
+
+
+def test_inclusion_with_balance_is_that_of_each_class() -> None:
+    classes = torch.tensor([0] * 30 + [1] * 10)
+    leverage = torch.rand(40, generator=torch.Generator().manual_seed(0)) + 0.1
+    memory = MemoryOptions(capacity=10, balance=True)
+    expected = memory.inclusion_of(leverage, 40, classes)
+    counts = torch.zeros(40)
+    for update in range(3000):
+        counts[memory.choose(leverage, 40, update, classes)] += 1
+    assert float(expected[:30].sum()) == pytest.approx(5, abs=1e-3)
+    assert float(expected[30:].sum()) == pytest.approx(5, abs=1e-3)
+    # Rosen's probabilities are asymptotic; the draws' own error is 0.01.
+    torch.testing.assert_close(counts / 3000, expected, atol=0.05, rtol=0)

@@ -188,3 +188,30 @@ def test_no_village_is_surveyed_twice() -> None:
             assert len(scores(country, states)["MSE"]) == 4
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_digits(tmp_path: Path) -> None:
+    """Five tasks, three memories; the one that is replayed forgets least."""
+    directory, printed = run("digits", tmp_path, "--short")
+    rows = {
+        name: [float(value) for value in line[len(name) :].split()]
+        for name in ("no memory", "memory", "memory, replayed")
+        for line in printed.splitlines()
+        if line.startswith(name + "  ")
+    }
+    assert all(len(row) == 5 for row in rows.values())
+    last = {name: row[-1] for name, row in rows.items()}
+    assert last["memory, replayed"] > max(0.75, last["memory"]) > last["no memory"]
+    assert "remembered: 50 of 500, by class [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]" in printed
+    shares = printed.split("right class: ")[1].split(", ")[:2]
+    low, high = (float(part.split()[0]) for part in shares)
+    assert low > high + 0.2
+    for name, rows_of, columns in (("confusion", 3, 5), ("memory", 1, 3)):
+        image = matplotlib.image.imread(directory / "figures" / f"digits-{name}.png")[..., :3]
+        height, width = image.shape[0] // rows_of, image.shape[1] // columns
+        for row in range(rows_of):
+            for column in range(columns):
+                panel = image[
+                    row * height : (row + 1) * height, column * width : (column + 1) * width
+                ]
+                assert panel.std() > 0.05

@@ -242,3 +242,24 @@ def test_gradients_of_moments(name: str) -> None:
         return posterior.mean, posterior.variance
 
     assert torch.autograd.gradcheck(moments, X, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "ordinal", "softmax", "softmax_mixing"])
+@torch.no_grad()
+def test_class_probabilities(name: str) -> None:
+    """They sum to one, and give the moments of the class."""
+    posterior = observed(name, 2, 5)
+    p = posterior.probabilities
+    index = torch.arange(p.shape[-1], dtype=p.dtype)
+    assert p.shape[:-1] == (2, 5)
+    assert bool((p >= 0).all())
+    assert_close(p.sum(-1), torch.ones(2, 5), 1e-12)
+    mean = (p * index).sum(-1, keepdim=True)
+    assert_close(mean, posterior.mean, 1e-10)
+    square = (p * index.square()).sum(-1, keepdim=True)
+    assert_close(square - mean.square(), posterior.variance, 1e-10)
+
+
+def test_counts_are_no_classes() -> None:
+    with pytest.raises(UnsupportedError, match="PoissonLikelihood are not classes"):
+        _ = observed("poisson", 3).probabilities

@@ -210,6 +210,34 @@ def test_another_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     assert back.posterior(X.to(dtype)).mean.dtype == dtype
 
 
+@pytest.mark.parametrize("conditioned", [True, False])
+def test_another_device(conditioned: bool, tmp_path: Path) -> None:
+    """There is no GPU in continuous integration, but "meta" is a device, too."""
+    model = begin("binomial")
+    go_on(model, "binomial", slice(20, 40))
+    if conditioned:
+        X, Y, arguments = data_of("binomial")
+        model = model.condition_on_observations(
+            X[:2], Y[:2], total_count=arguments["total_count"][:2]
+        )
+    seqgp.save(model, tmp_path / "model.pt")
+    moved = seqgp.load(tmp_path / "model.pt", device="meta")
+    strategy = moved.variational_strategy
+    tensors = [
+        *moved.parameters(),
+        *moved.buffers(),
+        *moved.train_inputs,
+        moved.train_targets,
+        moved.memory_weights,
+        *moved.likelihood_arguments.values(),
+        *(strategy._observed.sites if conditioned else ()),
+    ]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert {p.device.type for p in seqgp.load(tmp_path / "model.pt").parameters()} == {"cpu"}
+    back = seqgp.load(tmp_path / "model.pt", like=model)
+    assert {p.device.type for p in back.parameters()} == {"cpu"}
+
+
 def test_the_default_dtype_and_device_do_not_matter(tmp_path: Path) -> None:
     model = begin("bernoulli")
     seqgp.save(model, tmp_path / "model.pt")

@@ -13,6 +13,8 @@ from gpytorch.means import ZeroMean
 from torch import Tensor
 
 from seqgp import SequentialGP
+from seqgp.dual.sites import base_samples
+from seqgp.kernels import median_distance
 from seqgp.memory import MemoryOptions
 from seqgp.posteriors import ObservationPosterior
 from tests.helpers import assert_close
@@ -291,3 +293,27 @@ def test_single_precision_predicts_the_same_classes() -> None:
         found.append(probabilities(model, test_X.to(dtype)).double())
     assert float((found[0].argmax(-1) == found[1].argmax(-1)).double().mean()) > 0.98
     assert float((found[0] - found[1]).abs().max()) < 0.02
+
+
+@pytest.mark.usefixtures("float64")
+def test_nothing_is_made_on_the_default_device() -> None:
+    """As `tests.test_devices`: clusters, a balanced memory that is replayed, probabilities."""
+    X, Y = blobs(90)
+    memory = MemoryOptions(capacity=0.2, balance=True, replay=1.0)
+
+    def stream(model: SequentialGP) -> Tensor:
+        for x, y in by_class(X, Y):
+            model.update(x, y, memory, inducing="cluster", learn=False, site_steps=20)
+        assert 0 < median_distance(X) < 5
+        return probabilities(model, X)
+
+    expected, model = stream(model_of(X[:0], Y[:0])), model_of(X[:0], Y[:0])
+    base_samples.cache_clear()
+    try:
+        torch.set_default_device("meta")
+        actual = stream(model)
+    finally:
+        torch.set_default_device(None)
+        base_samples.cache_clear()
+    assert actual.device == torch.device("cpu")
+    assert_close(actual, expected, 1e-10)

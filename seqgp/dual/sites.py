@@ -606,12 +606,13 @@ def base_samples(dim: int, num: int, dtype: torch.dtype, device: torch.device) -
     Antithetic pairs make their mean exact, which the estimate of ``beta``, whose summands are of
     order ``1 / sqrt(v)``, needs for small variances; whitened, their covariance is exact too.
     """
-    engine = MultivariateNormalQMCEngine(
-        mean=torch.zeros(dim, dtype=torch.float64, device="cpu"),
-        cov=torch.eye(dim, dtype=torch.float64, device="cpu"),
-        seed=0,
-    )
-    half: Any = engine.draw(num // 2)
+    with torch.device("cpu"):  # where BoTorch's engine makes tensors of its own
+        engine = MultivariateNormalQMCEngine(
+            mean=torch.zeros(dim, dtype=torch.float64),
+            cov=torch.eye(dim, dtype=torch.float64),
+            seed=0,
+        )
+        half: Any = engine.draw(num // 2)
     if dim < len(half):
         root = torch.linalg.cholesky(half.mT @ half / len(half))
         half = torch.linalg.solve_triangular(root, half.mT, upper=False).mT

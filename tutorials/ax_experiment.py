@@ -12,7 +12,6 @@ line more. The figure is saved as ``figures/ax_experiment.png``.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import warnings
@@ -25,9 +24,10 @@ from ax.api.configs import RangeParameterConfig
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 import seqgp.ax
+from seqgp.progress import progress_bar
+from tutorials import common
 
 TRIALS, SHORT = 30, 9
 TEMPERATURE, PRESSURE = (180.0, 260.0), (40.0, 120.0)
@@ -92,7 +92,7 @@ def experiment(way: str, trials: int, seed: int = 0) -> Run:
 
     generator = torch.Generator().manual_seed(seed)
     X, counts = [], []
-    for _ in tqdm(range(trials), desc=WAYS[way], leave=False):
+    for _ in progress_bar(range(trials), desc=WAYS[way], leave=False):
         for index, parameters in client.get_next_trials(max_trials=1).items():
             count = run_tray(parameters, generator)
             if count is None:
@@ -200,10 +200,9 @@ def draw(runs: dict[str, Run]) -> Path:
 
 def main() -> None:
     """Two experiments, a table, a figure."""
-    command = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    command.add_argument("--short", action="store_true", help="fewer trials")
-    trials = SHORT if command.parse_args().short else TRIALS
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    given = common.parser(__doc__).parse_args()
+    common.begin(given)
+    trials = SHORT if given.short else TRIALS
     logging.disable(logging.WARNING)  # Ax reports every trial
     warnings.simplefilter("ignore")
     print(f"best rate of defects there is: {best_there_is():.2f}\n")

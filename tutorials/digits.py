@@ -9,8 +9,6 @@ Figures are saved as ``figures/digits-confusion.png`` and ``figures/digits-memor
 
 from __future__ import annotations
 
-import argparse
-import os
 from typing import NamedTuple
 
 import torch
@@ -19,11 +17,12 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 from gpytorch.means import ZeroMean
 from sklearn.datasets import load_digits
 from torch import Tensor
-from tqdm import tqdm
 
 from seqgp import SequentialGP
 from seqgp.kernels import median_distance
 from seqgp.memory import MemoryOptions
+from seqgp.progress import progress_bar
+from tutorials import common
 from tutorials.digits_figures import save_confusion, save_memory
 
 CLASSES, TASKS = 10, 5
@@ -94,7 +93,7 @@ def learn(
     """One task after the other, and what is confused with what after each."""
     model = new_model(train.of_task(0).X, m)
     matrices = []
-    for task in tqdm(range(TASKS), desc="tasks", leave=False):
+    for task in progress_bar(range(TASKS), desc="tasks", leave=False):
         X, y = train.of_task(task)
         for x, label in zip(X.split(100), y.unsqueeze(-1).split(100), strict=True):
             # The kernel stays as it is, here; inducing points become centres of clusters.
@@ -108,11 +107,9 @@ def learn(
 
 def main(arguments: list[str] | None = None) -> None:
     """A table, and two figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="fewer images")
-    short = parser.parse_args(arguments).short or bool(os.environ.get("SEQGP_SMOKE"))
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
-    number, m = (500, 40) if short else (1400, 100)
+    given = common.parser(__doc__).parse_args(arguments)
+    common.begin(given)
+    number, m = (500, 40) if given.short else (1400, 100)
     train, test = load(number)
 
     print("accuracy on all classes so far, after each task\n")
@@ -122,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         model, matrices = learn(train, test, memory, m)
         found[name] = matrices
         accuracy = [float(matrix.trace() / matrix.sum()) for matrix in matrices]
-        tqdm.write(f"{name:18}" + "".join(f"{value:8.3f}" for value in accuracy))
+        print(f"{name:18}" + "".join(f"{value:8.3f}" for value in accuracy))
     print(f"\nWhat is taken for what is in {save_confusion(found)}.")
 
     # What the last model remembers: as many of each class, drawn by leverage. The leverage of an

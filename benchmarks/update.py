@@ -146,13 +146,12 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "| likelihood | m | n seen | update, fixed hyperparameters | update, 20 steps | refit |",
         "|---|---|---|---|---|---|",
     ]
-    for key, unit in units.items():
-        if key.startswith("time/"):
-            _, name, m, n = key.split("/")
-            lines.append(
-                f"| {name} | {m[2:]} | {int(n[2:]):,} | {unit['condition']:.3f} "
-                f"| {unit['learn']:.3f} | {unit['refit']:.3f} |"
-            )
+    times = [(*key.split("/")[1:], unit) for key, unit in units.items() if key.startswith("time/")]
+    for name, m, n, unit in sorted(times, key=lambda row: (row[0], row[1], int(row[2][2:]))):
+        lines.append(
+            f"| {name} | {m[2:]} | {int(n[2:]):,} | {unit['condition']:.3f} "
+            f"| {unit['learn']:.3f} | {unit['refit']:.3f} |"
+        )
     lines += [
         "",
         "Memory of one Bernoulli update, in a process of its own, in megabytes: what the process "

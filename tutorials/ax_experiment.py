@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,7 +203,6 @@ def main() -> None:
     common.begin(given)
     trials = SHORT if given.short else TRIALS
     logging.disable(logging.WARNING)  # Ax reports every trial
-    warnings.simplefilter("ignore")
     print(f"best rate of defects there is: {best_there_is():.2f}\n")
     print("strategy       trials  failed  best tried  recommended: temperature  pressure  rate")
     runs = {}

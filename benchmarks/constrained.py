@@ -200,8 +200,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         lines += [
             "",
             f"A batch of {cost['q']} with m = {cost['m']} takes "
-            f"{statistics.median(cost['batch']):.1f} s of processor time, {ratio:.2f} times as long as "
-            f"{cost['q']} single proposals (target: at most 2).",
+            f"{statistics.median(cost['batch']):.1f} s of processor time, {ratio:.2f} times as "
+            f"long as {cost['q']} single proposals (target: at most 2).",
         ]
     if curves:
         lines += ["", f"![regret]({plot(curves, directory)})"]

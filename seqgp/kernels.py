@@ -1,11 +1,12 @@
-"""Kernels for inputs of many dimensions: where their lengthscale should begin."""
+"""Scales of kernels: where a lengthscale should begin, and a variance that stays."""
 
 from __future__ import annotations
 
 import torch
+from gpytorch.kernels import Kernel, ScaleKernel
 from torch import Tensor
 
-__all__ = ["median_distance"]
+__all__ = ["median_distance", "sharp"]
 
 
 @torch.no_grad()
@@ -34,3 +35,33 @@ def median_distance(X: Tensor, max_points: int = 500) -> float:
     if not len(positive):
         raise ValueError("X: all inputs are the same; their distances say nothing.")
     return float(positive.median())
+
+
+def sharp(kernel: Kernel, variance: float = 100.0) -> ScaleKernel:
+    """A kernel for labels that jump, such as whether an experiment works: its variance is fixed.
+
+    A classifier is sure of itself near data if the variance of its latent function is large. One
+    that is learnt is too small for that: sharp labels tell nothing about it beyond that it is
+    large, and the bound prefers what is easy to approximate.
+
+    Args:
+        kernel: A kernel of variance one.
+        variance: The variance.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.kernels import MaternKernel
+        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from seqgp import SequentialGP
+        >>> from seqgp.kernels import sharp
+        >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+        >>> kernel = sharp(MaternKernel(nu=2.5)).to(X)
+        >>> works = (X < 0.5).to(X)
+        >>> model = SequentialGP(X, works, likelihood=BernoulliLikelihood(), covar_module=kernel)
+        >>> bool(model.posterior(X[:1], observation_noise=True).mean > 0.98)
+        True
+    """
+    scaled = ScaleKernel(kernel)
+    scaled.outputscale = variance
+    scaled.raw_outputscale.requires_grad_(False)
+    return scaled

@@ -13,7 +13,6 @@ from botorch.models.transforms import Normalize, Standardize
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from botorch.utils.sampling import get_polytope_samples
 from botorch.utils.transforms import unnormalize
-from gpytorch.kernels import ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
@@ -27,6 +26,7 @@ from seqgp.acquisition.fantasies import (
     valid_improvement,
 )
 from seqgp.acquisition.validity import best_valid, log_validity
+from seqgp.kernels import sharp
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.progress import progress_bar
@@ -380,20 +380,12 @@ class BatchOptimizer:
         )
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:
-        """A classifier that is sure of itself near data: where evaluations fail is often sharp.
-
-        A variance that is learnt is too small for that: sharp labels tell nothing about it beyond
-        that it is large, and the bound prefers what is easy to approximate.
-        """
         kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=False)
-        scaled = ScaleKernel(kernel).to(X)
-        scaled.outputscale = 100.0
-        scaled.raw_outputscale.requires_grad_(False)
         return SequentialGP(
             X,
             labels,
             likelihood=BernoulliLikelihood(),
-            covar_module=scaled,
+            covar_module=sharp(kernel).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
         )
 

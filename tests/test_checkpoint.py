@@ -123,7 +123,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "paper": {"mode": "paper", "learning_rate": 0.05},
     "adam": {"optimizer": "adam"},
     "discount": {"discount": 0.9},
-    "sample": {"inducing": "sample"},
+    "cluster": {"inducing": "cluster"},
     "replay": {"memory": MemoryOptions(capacity=8, replay=0.5)},
     "balance": {"memory": MemoryOptions(capacity=0.3, balance=True, policy="random", seed=3)},
 }

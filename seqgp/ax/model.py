@@ -46,6 +46,7 @@ from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
 from seqgp.ax.predictor import Predictor
+from seqgp.kernels import sharp
 from seqgp.likelihoods import BinomialLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.model import SequentialGP
@@ -230,7 +231,7 @@ class AxSequentialGP(SequentialGP):
         outcome_transform: Must be ``None``: Ax's own transforms have been applied.
         likelihood_name: One of `LIKELIHOODS`.
         total_count: ``n`` totals of a binomial metric, or one for all.
-        sharp: Whether the metric is expected to jump, as validity does, rather than to be smooth.
+        jumps: Whether the metric is expected to jump, as validity does, rather than to be smooth.
         categorical_features: Indices of inputs of which only equality matters.
         max_inducing: The largest number of inducing points.
         growth: By which factor data grow until a model is fitted from scratch.
@@ -262,7 +263,7 @@ class AxSequentialGP(SequentialGP):
         outcome_transform: OutcomeTransform | None = None,
         likelihood_name: str = "gaussian",
         total_count: Tensor | float | None = None,
-        sharp: bool = False,
+        jumps: bool = False,
         categorical_features: Sequence[int] = (),
         max_inducing: int = MAX_INDUCING,
         growth: float = GROWTH,
@@ -288,7 +289,7 @@ class AxSequentialGP(SequentialGP):
         likelihood_class = LIKELIHOODS[likelihood_name]
         with train_X.device:  # where BoTorch and GPyTorch make what has no device of its own
             likelihood = None if likelihood_class is None else likelihood_class()
-            mean, kernel = _prior(observed, likelihood, sharp, categorical_features)
+            mean, kernel = _prior(observed, likelihood, jumps, categorical_features)
             super().__init__(
                 observed.X,
                 observed.Y,
@@ -467,7 +468,7 @@ def _observed(
 
 
 def _prior(
-    observed: Observed, likelihood: Likelihood | None, sharp: bool, categorical: Sequence[int]
+    observed: Observed, likelihood: Likelihood | None, jumps: bool, categorical: Sequence[int]
 ) -> tuple[ConstantMean | None, Kernel]:
     """Mean and kernel of the latent function.
 
@@ -477,7 +478,7 @@ def _prior(
     """
     X, Y = observed.X, observed.Y
     n = len(Y)
-    kernel = _kernel(X.shape[-1], categorical, sharp)
+    kernel = _kernel(X.shape[-1], categorical, jumps)
     if likelihood is None:
         # Made here, for BoTorch would warn that data are not quite standardised: see `_Held`.
         return None, kernel.to(X)
@@ -486,20 +487,18 @@ def _prior(
     scale = 2.0
     if isinstance(likelihood, PoissonLikelihood):  # its link is the identity but for small rates
         scale = max(float(Y.var()) if n > 1 else 0.0, 0.25 * average**2, 0.25)
-    if sharp:  # sure of itself near data
-        prior, scale = LogNormalPrior(4.0, 1.0), 30.0
-    else:
-        prior = LogNormalPrior(math.log(scale), 1.0)
-    scaled = ScaleKernel(kernel, outputscale_prior=prior)
-    scaled.outputscale = scale
     mean = ConstantMean()
-    if not sharp:
+    if jumps:
+        scaled = sharp(kernel)
+    else:
+        scaled = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(math.log(scale), 1.0))
+        scaled.outputscale = scale
         start = link_of(likelihood).inverse(torch.tensor(average, dtype=X.dtype, device=X.device))
         mean.constant.data.fill_(float(start))
     return mean.to(X), scaled.to(X)
 
 
-def _kernel(d: int, categorical: Sequence[int], sharp: bool) -> Kernel:
+def _kernel(d: int, categorical: Sequence[int], jumps: bool) -> Kernel:
     """BoTorch's default, times a factor for each categorical input whose value differs."""
     ordinal = [i for i in range(d) if i not in categorical]
     factors: list[Kernel] = []
@@ -507,7 +506,7 @@ def _kernel(d: int, categorical: Sequence[int], sharp: bool) -> Kernel:
         factors.append(
             get_covar_module_with_dim_scaled_prior(
                 len(ordinal),
-                use_rbf_kernel=not sharp,
+                use_rbf_kernel=not jumps,
                 active_dims=ordinal if categorical else None,
             )
         )

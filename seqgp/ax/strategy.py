@@ -121,7 +121,7 @@ def generation_strategy(
             ),
         )
     shared = {"stream": stream, "max_inducing": max_inducing}
-    configs[VALIDITY] = {"likelihood_name": "bernoulli", "sharp": True}
+    configs[VALIDITY] = {"likelihood_name": "bernoulli", "jumps": True}
     for total in [options.get("total_count") for options in configs.values()]:
         if isinstance(total, str):  # a count, too
             configs.setdefault(total, {"likelihood_name": "poisson"})

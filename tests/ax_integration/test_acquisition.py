@@ -31,7 +31,7 @@ def parts() -> tuple[SequentialGP, AxSequentialGP, Tensor, Tensor]:
     X = BOUNDS[0] + (BOUNDS[1] - BOUNDS[0]) * unit
     valid = unit.sum(-1, keepdim=True) < 1.2
     objective = SequentialGP(X[valid[:, 0]], torch.sin(3 * X[valid[:, 0]]).sum(-1, keepdim=True))
-    validity = AxSequentialGP(X, valid.to(X), likelihood_name="bernoulli", sharp=True)
+    validity = AxSequentialGP(X, valid.to(X), likelihood_name="bernoulli", jumps=True)
     return objective, validity, X[~valid[:, 0]], X
 
 
@@ -125,7 +125,7 @@ def test_validity_is_that_of_the_loop() -> None:
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.double)
     loop = BatchOptimizer(bounds, num_initial=1, fit_options={"maxiter": 100})
     loop.tell(X, torch.where(valid, X[:, 0], torch.nan))
-    model = AxSequentialGP(X, valid.to(X).unsqueeze(-1), likelihood_name="bernoulli", sharp=True)
+    model = AxSequentialGP(X, valid.to(X).unsqueeze(-1), likelihood_name="bernoulli", jumps=True)
     model.learn()
     x = torch.rand(50, 2, dtype=torch.double)
     ours, theirs = model.posterior(x).mean.squeeze(-1), loop.probability_of_validity(x)

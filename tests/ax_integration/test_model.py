@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "poisson": {"likelihood_name": "poisson"},
     "binomial": {"likelihood_name": "binomial", "total_count": 20},
     "bernoulli": {"likelihood_name": "bernoulli"},
-    "validity": {"likelihood_name": "bernoulli", "sharp": True},
+    "validity": {"likelihood_name": "bernoulli", "jumps": True},
 }
 
 

@@ -10,16 +10,14 @@ from seqgp.ax._version_check import check_version, installed_version
 
 check_version(installed_version())
 
-from seqgp.ax.acquisition import ValidAcquisition  # noqa: E402
+from seqgp.ax import acquisition as _acquisition  # noqa: E402, F401 - registers itself with Ax
 from seqgp.ax.model import AxSequentialGP  # noqa: E402
 from seqgp.ax.strategy import generation_strategy, probability_of_validity  # noqa: E402
-from seqgp.ax.transforms import VALIDITY, LearnFailures  # noqa: E402
+from seqgp.ax.transforms import VALIDITY  # noqa: E402
 
 __all__ = [
     "VALIDITY",
     "AxSequentialGP",
-    "LearnFailures",
-    "ValidAcquisition",
     "generation_strategy",
     "probability_of_validity",
 ]

@@ -246,6 +246,26 @@ def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]])
 
     Returns:
         A probability for each; as long as no trial has failed, one.
+
+    Example:
+        >>> from ax.api.client import Client
+        >>> from ax.api.configs import RangeParameterConfig
+        >>> import seqgp.ax
+        >>> client = Client(random_seed=0)
+        >>> client.configure_experiment(
+        ...     [RangeParameterConfig(name="x", parameter_type="float", bounds=(0, 1))]
+        ... )
+        >>> client.configure_optimization(objective="gain")
+        >>> client.set_generation_strategy(seqgp.ax.generation_strategy(num_initial=3))
+        >>> for _ in range(5):
+        ...     for index, parameters in client.get_next_trials(max_trials=1).items():
+        ...         if parameters["x"] > 0.55:
+        ...             client.mark_trial_failed(index)
+        ...         else:
+        ...             _ = client.complete_trial(index, raw_data={"gain": parameters["x"]})
+        >>> low, high = seqgp.ax.probability_of_validity(client, [{"x": 0.2}, {"x": 1.0}])
+        >>> low > high
+        True
     """
     adapter = client._generation_strategy.adapter
     if not isinstance(adapter, SequentialAdapter):

@@ -10,8 +10,9 @@ import torch
 from ax.adapter.transforms.standardize_y import StandardizeY
 from ax.adapter.transforms.winsorize import Winsorize
 
-from seqgp.ax import VALIDITY, LearnFailures
+from seqgp.ax import VALIDITY
 from seqgp.ax.model import GROWTH
+from seqgp.ax.transforms import LearnFailures
 from tests.ax_integration.helpers import make_client, run, surrogate_of
 
 

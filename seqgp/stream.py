@@ -180,6 +180,8 @@ class StreamMixin:
             raise ValueError(f"discount: expected a number in [0, 1], got {discount}.")
         if not tol >= 0 or (steps is not None and steps < 0):
             raise ValueError(f"tol, steps: expected at least zero, got {tol} and {steps}.")
+        if site_steps is not None and site_steps < 1:
+            raise ValueError(f"site_steps: expected at least one, got {site_steps}.")
         present = self.variational_strategy.inducing_points.shape[-2]
         if max_inducing is not None and max_inducing < present:
             raise ValueError(
@@ -633,7 +635,9 @@ def _sum_over_batch(scores: Tensor) -> Tensor:
 
 def _matches(inputs: Tensor, targets: Tensor, X: Tensor, new_targets: Tensor) -> list[int | None]:
     """For each new observation, the index of one among the old ones that is the same."""
-    same = (inputs.unsqueeze(0) == X.unsqueeze(1)).all(-1)  # new x old
+    # One new input at a time: inputs may be images, and new x old x d too much.
+    rows = [(inputs == x).all(-1) for x in X]
+    same = torch.stack(rows) if rows else inputs.new_zeros(0, len(inputs), dtype=torch.bool)
     equal = targets.unsqueeze(-2) == new_targets.unsqueeze(-1).to(targets)
     same = same & (equal if equal.dim() == 2 else equal.all(0))
     taken: set[int] = set()

@@ -317,3 +317,12 @@ def test_nothing_is_made_on_the_default_device() -> None:
         base_samples.cache_clear()
     assert actual.device == torch.device("cpu")
     assert_close(actual, expected, 1e-10)
+
+
+def test_sites_take_a_step_at_least() -> None:
+    X, Y = blobs()
+    model = model_of(X[:20], Y[:20])
+    before = probabilities(model, X)
+    with pytest.raises(ValueError, match="site_steps: expected at least one, got 0"):
+        model.update(X[20:], Y[20:], site_steps=0)
+    assert torch.equal(probabilities(model, X), before)

@@ -129,4 +129,4 @@ def test_validity_is_that_of_the_loop() -> None:
     model.learn()
     x = torch.rand(50, 2, dtype=torch.double)
     ours, theirs = model.posterior(x).mean.squeeze(-1), loop.probability_of_validity(x)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)

@@ -300,7 +300,7 @@ def test_float32() -> None:
     assert model.observed.X.dtype == torch.float32
     mean = model.posterior(X.float()).mean
     assert mean.dtype == torch.float32
-    torch.testing.assert_close(mean, expected.float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(mean, expected.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class MemoryOptions:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         for name in ("capacity", "per_update"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
                 raise TypeError(f"{name}: expected a number or None, got {value!r}.")
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
@@ -115,6 +115,19 @@ class MemoryOptions:
                 f"capacity: expected a whole number, or a share between 0 and 1, got "
                 f"{self.capacity}."
             )
+
+    @classmethod
+    def of(cls, given: MemoryOptions | int) -> MemoryOptions:
+        """Options as they are, or from a number of observations."""
+        if isinstance(given, MemoryOptions):
+            return given
+        if isinstance(given, int) and not isinstance(given, bool):
+            return cls(capacity=given)
+        share = f"; a share of what has been seen is MemoryOptions({given})"
+        raise TypeError(
+            f"memory: expected MemoryOptions or a whole number of observations, got {given!r}"
+            f"{share if isinstance(given, float) else ''}."
+        )
 
     def at(self, num_seen: int) -> MemoryOptions:
         """The same with the capacity as a number, once so many observations have been seen."""

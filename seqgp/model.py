@@ -54,6 +54,8 @@ from seqgp.validation import (
     check_points,
     check_targets,
     check_Y,
+    one_hot_hint,
+    renamed,
 )
 from seqgp.variational import DualVariationalStrategy
 
@@ -115,6 +117,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     train_inputs: tuple[Tensor]
     train_targets: Tensor
     likelihood_arguments: dict[str, Any]
+    #: How many observations the model has learnt, whether it holds them or has folded them.
+    num_seen: int
     paper_removes_memory: bool = True  # see `seqgp.paper`
     _has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
@@ -157,6 +161,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 )
         if not train_Y.is_floating_point():
             train_Y = train_Y.to(train_X)
+        given_Y = train_Y
         with torch.no_grad():
             if input_transform is not None:
                 input_transform.train()
@@ -177,7 +182,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         arguments = dict(likelihood_arguments or {})
         if noise is None:
             arguments = {**arguments_held_by(likelihood, X.shape[-2], arguments), **arguments}
-        for key, value in arguments.items():
+        for key, value in self._per_point(arguments, train_Y.shape).items():
             value = torch.as_tensor(value).to(X)
             arguments[key] = value if value.dim() else value.expand(X.shape[-2])
         if noise is not None:
@@ -190,14 +195,29 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
         if latents is not None and m > 1:
             raise ValueError(
-                f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}."
+                f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}"
+                f"{one_hot_hint(likelihood, train_Y, 'train_Y')}"
             )
         # Modules are shared by the latents: batches have a dimension of size 1 for these.
         module_shape = aug_batch_shape
         if latents is not None and batch_shape:
             module_shape = torch.Size([*batch_shape, 1])
         check_arguments(likelihood, arguments, needed=train_X.shape[-2] > 0)
-        check_targets(Y, X.unsqueeze(-3) if m > 1 else X, likelihood, name="train_Y", **arguments)
+        points = X.unsqueeze(-3) if m > 1 else X
+        try:
+            check_targets(Y, points, likelihood, name="train_Y", **arguments)
+        except ValueError as error:
+            if outcome_transform is None:
+                raise
+            # Unless what was given is wrong itself, the transform has made it so.
+            check_targets(
+                self._to_targets(given_Y), points, likelihood, name="train_Y", **arguments
+            )
+            raise ValueError(
+                f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "
+                f"into what {type(likelihood).__name__} cannot observe; observations that are not "
+                "real numbers are not transformed: leave it out."
+            ) from error
         if covar_module is None:
             if has_closed_form(likelihood):  # which no missing target is
                 validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
@@ -262,7 +282,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def num_data(self) -> int:
-        """The number of training points."""
+        """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
         return self.train_inputs[0].shape[-2]
 
     @property
@@ -282,6 +302,21 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     def _to_columns(self, targets: Tensor) -> Tensor:
         """``... [x m] x n`` to ``... x n x m``, the inverse of `_to_targets`."""
         return targets.mT if self._has_output_dim else targets.unsqueeze(-1)
+
+    def _per_point(self, arguments: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
+        """Arguments of the likelihood, ``... [x m] x n``, of which some may be as ``Y`` is.
+
+        Args:
+            arguments: The arguments.
+            shape: That of ``Y``, ``... x n x m``.
+        """
+        square = self._has_output_dim and shape[-1] == shape[-2]  # which way it is, nobody knows
+        return {
+            key: self._to_targets(value)
+            if isinstance(value, Tensor) and value.shape == shape and not square
+            else value
+            for key, value in arguments.items()
+        }
 
     def _with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
@@ -365,13 +400,17 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
         if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
-            return self.subset_output(output_indices).posterior(
+            with renamed(idcs="output_indices"):
+                part = self.subset_output(output_indices)
+            return part.posterior(
                 X,
                 observation_noise=observation_noise,
                 posterior_transform=posterior_transform,
                 **arguments,
             )
         check_points(X, self.train_inputs[0].shape[-1], "X")
+        if not self._has_output_dim:
+            arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         self.eval()
         X = self.transform_inputs(X)
         with gpt_posterior_settings():
@@ -557,14 +596,12 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             True
         """
         check_points(X, self.train_inputs[0].shape[-1], "X")
-        check_points(Y, self._num_columns, "Y")
+        check_Y(X, Y, "X", "Y", self._num_columns, self.likelihood, broadcasts=True)
         X_tf = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
             Y, _ = self.outcome_transform(Y, X=X_tf)
-        if Y.dim() < 2 or Y.shape[-1] != self._num_columns:
-            expected = f"... x {X.shape[-2]} x {self._num_columns}"
-            raise ValueError(f"Y: expected shape {expected}, got {tuple(Y.shape)}.")
+        kwargs = self._per_point(kwargs, Y.shape)
         if noise is not None:
             if noise.shape[-2:] != Y.shape[-2:]:
                 raise ValueError(
@@ -574,9 +611,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             mean_noise = self._mean_noise()
             kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
-        return self.variational_strategy.get_fantasy_model(
-            self._with_outputs(X_tf), self._to_targets(Y), **kwargs
-        )
+        with renamed(inputs="X", targets="Y"):
+            return self.variational_strategy.get_fantasy_model(
+                self._with_outputs(X_tf), self._to_targets(Y), **kwargs
+            )
 
     def fantasize(
         self,
@@ -609,14 +647,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> fantasies.posterior(X).mean.shape
             torch.Size([8, 3, 20, 1])
         """
-        arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
         if isinstance(observation_noise, bool):
             raise ValueError(
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
         check_points(X, self.train_inputs[0].shape[-1], "X")
-        check_instance(sampler, MCSampler, "sampler")
+        check_instance(sampler, MCSampler, "sampler", optional=False)
+        if not self._has_output_dim:
+            kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
+        arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
         with fantasize_flag():
             if X.shape[-2]:
                 noisy = True if observation_noise is None else observation_noise

@@ -60,14 +60,16 @@ class Observations:
                 f"likelihood: earlier observations came with a {kinds[0]}, these with another "
                 f"{kinds[1]}; pass the same object each time."
             )
-        if other.arguments.keys() != self.arguments.keys():
+        ours, theirs = self._with_missing(other), other._with_missing(self)
+        if theirs.arguments.keys() != ours.arguments.keys():
+            names = [", ".join(sorted(each.arguments)) or "none" for each in (self, other)]
             raise ValueError(
-                f"arguments: earlier observations came with {sorted(self.arguments)}, these with "
-                f"{sorted(other.arguments)}; pass the same per-point arguments each time."
+                f"arguments: earlier observations came with {names[0]}, these with {names[1]}; "
+                "pass the same per-point arguments each time."
             )
         arguments = {
-            key: _concatenate(self._per_point(key), other._per_point(key), -1)
-            for key in self.arguments
+            key: _concatenate(ours._per_point(key), theirs._per_point(key), -1)
+            for key in ours.arguments
         }
         return replace(
             self,
@@ -75,6 +77,23 @@ class Observations:
             targets=_concatenate(self.targets, other.targets.to(self.targets), -1),
             arguments=arguments,
         )
+
+    def _with_missing(self, other: Observations) -> Observations:
+        """With those arguments of others that are known although they were not given.
+
+        These are the total of a binomial likelihood that has one, and those of no observations.
+        """
+        arguments = dict(self.arguments)
+        for key, value in other.arguments.items():
+            if key in arguments:
+                continue
+            if key == "total_count" and isinstance(self.likelihood, BinomialLikelihood):
+                total = self.likelihood.total_count
+                if total is not None and total.numel() == 1:
+                    arguments[key] = total.reshape(1).to(torch.as_tensor(value))
+            if not len(self) and key != "noise":
+                arguments[key] = torch.as_tensor(value)[..., :0]
+        return replace(self, arguments=arguments)
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> Observations:
         """The same observations on another device or in another precision."""
@@ -130,14 +149,30 @@ def arguments_held_by(likelihood: Likelihood, n: int, given: Container[str]) -> 
         return {"noise": likelihood.noise_covar.noise}
     if isinstance(likelihood, BinomialLikelihood) and "total_count" not in given:
         totals = likelihood.total_count
-        if totals is not None and totals.dim():
-            if totals.shape[-1] not in (1, n):
+        if totals is not None and totals.numel() > 1:
+            if totals.shape[-1] != n:
                 raise ValueError(
                     f"total_count: the likelihood holds the totals of {totals.shape[-1]} points "
                     f"but was given {n}; pass their totals as total_count=."
                 )
             return {"total_count": totals}
     return {}
+
+
+def check_not_held(likelihood: Likelihood, given: Container[str]) -> None:
+    """Raise if new observations would get the totals that a likelihood holds for its first ones.
+
+    Args:
+        likelihood: The likelihood.
+        given: Names of the arguments that come with the observations.
+    """
+    if isinstance(likelihood, BinomialLikelihood) and "total_count" not in given:
+        totals = likelihood.total_count
+        if totals is not None and totals.numel() > 1:
+            raise ValueError(
+                f"total_count: the likelihood holds the totals of the first {totals.shape[-1]} "
+                "observations; pass those of new ones as total_count=."
+            )
 
 
 def _is_per_point(value: Any, n: int) -> bool:

@@ -35,10 +35,17 @@ from seqgp.inducing import choose_inducing_points, cluster_inducing_points
 from seqgp.likelihoods import OrdinalLikelihood
 from seqgp.memory import MemoryOptions
 from seqgp.objectives import DualELBO
-from seqgp.observations import Observations
+from seqgp.observations import Observations, check_not_held
 from seqgp.paper import paper_step, remember
 from seqgp.progress import progress_bar
-from seqgp.validation import check_arguments, check_inputs, check_targets, check_Y
+from seqgp.validation import (
+    check_arguments,
+    check_inputs,
+    check_targets,
+    check_tensor,
+    check_Y,
+    renamed,
+)
 
 
 class Remembered(NamedTuple):
@@ -142,7 +149,8 @@ class StreamMixin:
             site_steps: The largest number of passes over the data that each convergence of the
                 sites may take. By default as many as it takes, up to 100; thousands of observations
                 of many classes can do with 10.
-            arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'``.
+            arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'`` or of
+                the shape of ``Y``.
 
         Returns:
             What the update did.
@@ -193,11 +201,7 @@ class StreamMixin:
         if steps is None:
             steps = 40 if optimizer == "lbfgs" and mode != "paper" else 100
         X, targets, arguments = self._check_observations(X, Y, noise, arguments)
-        memory = self.memory_options if memory is None else memory
-        if isinstance(memory, int):
-            memory = MemoryOptions(capacity=memory)
-        elif not isinstance(memory, MemoryOptions):
-            raise TypeError(f"memory: expected MemoryOptions or a number, got {memory!r}.")
+        memory = MemoryOptions.of(self.memory_options if memory is None else memory)
         if memory.replay and (mode == "paper" or is_conjugate(self.likelihood)):
             raise ValueError(
                 "replay: the paper's rule knows none, and Gaussian observations need none: their "
@@ -273,6 +277,9 @@ class StreamMixin:
     ) -> list[UpdateRecord]:
         """Update with each batch of a stream.
 
+        If a batch cannot be learnt, a note of the error says which; those before it have been
+        learnt and stay so, and a callback has had their records.
+
         Args:
             stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list. Or of
                 triples, of which the last is a dictionary of per-point arguments (``total_count``,
@@ -300,14 +307,21 @@ class StreamMixin:
         bar = progress_bar(
             stream, desc="stream", unit=" updates", disable=None if progress else True
         )
-        for item in bar:
-            if isinstance(item, Tensor) or len(item) not in (2, 3):
+        for number, item in enumerate(bar):
+            if not isinstance(item, Sequence) or len(item) not in (2, 3):
                 raise TypeError(
                     "stream: expected pairs (X, Y), or triples (X, Y, arguments), the last a "
-                    f"dictionary; got a {type(item).__name__}."
+                    f"dictionary; got a {type(item).__name__} as batch {number}."
                 )
             X, Y, *more = item
-            record = self.update(X, Y, **options, **(more[0] if more else {}))
+            try:
+                record = self.update(X, Y, **options, **(more[0] if more else {}))
+            except Exception as error:
+                error.add_note(
+                    f"This was batch {number} of the stream, counted from 0; those before it have "
+                    "been learnt."
+                )
+                raise
             records.append(record)
             bar.set_postfix(log_density=f"{record.log_density:.3f}", memory=record.num_memory)
             if callback is not None:
@@ -356,19 +370,23 @@ class StreamMixin:
             rest = torch.tensor([i is None for i in known], device=X.device).nonzero().squeeze(-1)
             if len(rest):
                 folded = Observations(X, targets, self.likelihood, arguments).select(rest)
-                self.variational_strategy.unfold(
-                    self._with_outputs(self._transform_train_inputs(folded.inputs)),
-                    folded.targets,
-                    self.likelihood,
-                    **folded.arguments,
-                )
+                with renamed(inputs="X", targets="Y"):
+                    self.variational_strategy.unfold(
+                        self._with_outputs(self._transform_train_inputs(folded.inputs)),
+                        folded.targets,
+                        self.likelihood,
+                        **folded.arguments,
+                    )
             self._select(keep.nonzero().squeeze(-1))
             self.refresh()
             self.num_seen -= len(X)
 
     @property
     def memory(self: Any) -> Remembered:
-        """The observations that the model holds as they are, and their leverage."""
+        """The observations that the model holds as they are, and their leverage.
+
+        Targets are transformed, if there is an ``outcome_transform``; inputs are not.
+        """
         _, leverage = self._sites_and_leverage()
         return Remembered(self.train_inputs[0], self.train_targets, leverage)
 
@@ -405,12 +423,30 @@ class StreamMixin:
         Returns:
             A tensor of the shape of the targets.
         """
+        check_inputs(X, self.train_inputs[0].shape[-1], "X")
+        self._check_target_shape(X, targets)
+        check_targets(targets, self._with_outputs(X), self.likelihood, **arguments)
         training = self.training
         f = self.eval()(self.transform_inputs(X))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
     # ---------------------------------------------------------------- the steps of an update
+
+    def _check_target_shape(self: Any, X: Tensor, targets: Tensor) -> None:
+        """Raise unless transformed targets are ``... [x m] x n`` for inputs ``... x n x d``."""
+        check_tensor(targets, "targets")
+        outputs = [self._num_columns] if self._has_output_dim else []
+        batch = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
+        shape = torch.Size([*batch, *outputs, X.shape[-2]])
+        own, given = 1 + len(outputs), targets.dim()
+        fits = own <= given <= len(shape) and targets.shape[-own:] == shape[-own:]
+        leading = zip(targets.shape[:-own], shape[-given:], strict=False)
+        if not fits or any(k not in (1, n) for k, n in leading):
+            raise ValueError(
+                f"targets: expected shape {' x '.join(map(str, shape))} (a row per output, if "
+                f"there are several), got {tuple(targets.shape)}."
+            )
 
     def _check_observations(
         self: Any, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
@@ -422,13 +458,16 @@ class StreamMixin:
         check_inputs(X, self.train_inputs[0].shape[-1], "X")
         if X.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        check_Y(X, Y, "X", "Y", self._num_columns, self.likelihood)
         if noise is not None and noise.shape != Y.shape:
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
-        check_Y(X, Y, "X", "Y")
         options = inspect.signature(StreamMixin.update).parameters
         check_arguments(self.likelihood, arguments, options, needed=len(X) > 0)
+        if len(X):
+            check_not_held(self.likelihood, arguments)
+        arguments = self._per_point(arguments, Y.shape)
         if noise is not None and self.num_data and "noise" not in self.likelihood_arguments:
             raise ValueError(
                 "noise: this model has a noise of its own, which it learns; build it with "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,36 @@ from torch.distributions import constraints
 from seqgp.dual.sites import is_conjugate
 
 
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Errors about an argument of what is called inside, by the name that the caller knows.
+
+    Args:
+        names: What is called what: ``targets="Y"``.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(":")
+        if colon and name in names:
+            raise type(error)(f"{names[name]}:{rest}") from error.__cause__
+        raise
+
+
+def check_tensor(value: Any, name: str) -> None:
+    """Raise a `TypeError` unless a value is a tensor.
+
+    Args:
+        value: The value.
+        name: What to call it in the error.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor makes "
+            "one."
+        )
+
+
 def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -> None:
     """Raise unless ``inputs`` is a finite ``... x n x d`` floating point tensor.
 
@@ -29,8 +60,7 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
         dim: The expected ``d``, if it is known.
         name: What to call it in the error.
     """
-    if not isinstance(inputs, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(inputs).__name__}.")
+    check_tensor(inputs, name)
     if not inputs.is_floating_point():
         raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
     if inputs.dim() < 2:
@@ -43,18 +73,19 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
             f"{name}: expected {dim} columns as the inducing points have, got shape "
             f"{tuple(inputs.shape)}."
         )
-    _check_finite(inputs, name)
+    _check_finite(inputs, name, -2)
 
 
-def check_instance(value: Any, kind: type, name: str) -> None:
+def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> None:
     """Raise a `TypeError` unless a value is an object of a class, or ``None``.
 
     Args:
         value: The value.
         kind: The class.
         name: What to call it in the error.
+        optional: Whether it may be ``None``.
     """
-    if value is None or isinstance(value, kind):
+    if isinstance(value, kind) or (optional and value is None):
         return
     if isinstance(value, type):
         raise TypeError(
@@ -72,10 +103,7 @@ def check_points(X: Any, dim: int, name: str) -> None:
         dim: The expected ``d``.
         name: What to call it in the error.
     """
-    if not isinstance(X, Tensor):
-        raise TypeError(
-            f"{name}: expected a torch.Tensor, got {type(X).__name__}; torch.as_tensor makes one."
-        )
+    check_tensor(X, name)
     if X.dim() < 2 and dim > 1:
         raise ValueError(
             f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}; a single point is "
@@ -83,15 +111,51 @@ def check_points(X: Any, dim: int, name: str) -> None:
         )
 
 
-def check_Y(X: Tensor, Y: Tensor, X_name: str, Y_name: str) -> None:
-    """Raise unless ``Y`` is ``... x n x m`` for inputs ``... x n x d``."""
-    if not isinstance(Y, Tensor):
-        raise TypeError(f"{Y_name}: expected a torch.Tensor, got {type(Y).__name__}.")
-    if Y.shape[:-1] != X.shape[:-1] or Y.dim() < 2 or Y.shape[-1] == 0:
-        raise ValueError(
-            f"{Y_name}: expected shape {' x '.join(map(str, X.shape[:-1]))} x m (one column per "
-            f"output) for {X_name} of shape {tuple(X.shape)}, got {tuple(Y.shape)}."
-        )
+def check_Y(
+    X: Tensor,
+    Y: Tensor,
+    X_name: str,
+    Y_name: str,
+    columns: int | None = None,
+    likelihood: Likelihood | None = None,
+    broadcasts: bool = False,
+) -> None:
+    """Raise unless ``Y`` is ``... x n x m`` for inputs ``... x n x d``.
+
+    Args:
+        X: The inputs.
+        Y: The observations.
+        X_name: What to call the inputs in the error.
+        Y_name: What to call the observations.
+        columns: The expected ``m``, if it is known.
+        likelihood: What they are observations of, to recognise labels in another form.
+        broadcasts: Whether ``Y`` may have a batch shape of its own.
+    """
+    check_tensor(Y, Y_name)
+    if X.dim() < 2:
+        raise ValueError(f"{X_name}: expected shape ... x n x d, got {tuple(X.shape)}.")
+    start = -2 if broadcasts else 0
+    fits = Y.shape[start:-1] == X.shape[start:-1] and Y.dim() >= 2 and Y.shape[-1] > 0
+    if fits and columns in (None, Y.shape[-1]):
+        return
+    leading = f"... x {X.shape[-2]}" if broadcasts else " x ".join(map(str, X.shape[:-1]))
+    hint = "."
+    if columns in (None, 1) and Y.shape == X.shape[:-1]:
+        hint = f"; one column of them is {Y_name}.unsqueeze(-1)."
+    elif fits and columns == 1:
+        hint = one_hot_hint(likelihood, Y, Y_name)
+    raise ValueError(
+        f"{Y_name}: expected shape {leading} x {'m' if columns is None else columns} (one column "
+        f"per output) for {X_name} of shape {tuple(X.shape)}, got {tuple(Y.shape)}{hint}"
+    )
+
+
+def one_hot_hint(likelihood: Likelihood | None, Y: Tensor, name: str) -> str:
+    """The end of an error about too many columns: what to do if they are one for each class."""
+    classes = 2 if isinstance(likelihood, BernoulliLikelihood) else None
+    if Y.shape[-1] != getattr(likelihood, "num_classes", classes):
+        return "."
+    return f"; expected labels, not one-hot rows: {name}.argmax(-1, keepdim=True)."
 
 
 def check_inducing_points(inducing_points: Tensor) -> None:
@@ -176,8 +240,7 @@ def check_targets(
         name: What to call the targets in the error.
         kwargs: Per-point arguments of the likelihood (``total_count=``, ...).
     """
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(targets).__name__}.")
+    check_tensor(targets, name)
     num_data = inputs.shape[-2]
     if targets.dim() == 0 or targets.shape[-1] != num_data:
         raise ValueError(
@@ -192,7 +255,7 @@ def check_targets(
             f"the inputs, {tuple(inputs.shape[:-2])}."
         ) from None
     if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
-        _check_finite(targets, name)
+        _check_finite(targets, name, -1)
     for argument, value in kwargs.items():
         _check_argument(value, argument, targets)
     if targets.numel():
@@ -210,19 +273,21 @@ def _check_argument(value: Any, name: str, targets: Tensor) -> None:
             f"{name}: expected shape ... x {n}, an element for each observation, got "
             f"{tuple(value.shape)}."
         )
-    _check_finite(value, name)
+    _check_finite(value, name, -1)
     if name == "noise" and bool((value < 0).any()):
         raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
 
 
-def _check_finite(tensor: Tensor, name: str) -> None:
+def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
+    """Observations, one after the other along a dimension, without NaN and infinity."""
     if not tensor.is_floating_point():
         return
     bad = ~tensor.isfinite()
     if bad.any():
+        first = f", the first in row {int(bad.nonzero()[:, dim].min())}" if tensor.dim() else ""
         raise ValueError(
             f"{name}: expected finite numbers, got {int(bad.sum())} NaN or infinite out of "
-            f"{tensor.numel()}."
+            f"{tensor.numel()}{first}."
         )
 
 
@@ -252,6 +317,8 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
     if allowed.all():
         return
     example = targets[~allowed].flatten()[0].item()
+    classes = getattr(likelihood, "num_classes", None)
+    largest = getattr(support, "upper_bound", None)
     kind = type(likelihood).__name__
     if isinstance(likelihood, BernoulliLikelihood):
         hint = "labels must be 0 or 1"
@@ -259,6 +326,14 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
             hint += "; turn -1/+1 labels into 0/1 with (y + 1) / 2"
     elif isinstance(likelihood, BetaLikelihood):
         hint = "targets must lie strictly between 0 and 1"
+    elif classes is not None:
+        hint = (
+            f"labels must be integers from 0 to {classes - 1}; num_classes counts all classes that "
+            "may come, seen or not"
+        )
+    elif isinstance(largest, Tensor):  # one for each: that of the example alone
+        most = torch.broadcast_to(largest, allowed.shape)[~allowed].flatten()[0].item()
+        hint = f"it must be an integer from 0 to {most:g}"
     else:
         hint = f"targets must satisfy {support}"
     raise ValueError(f"{name}: {example:g} is not a possible observation of {kind}: {hint}.")

@@ -721,6 +721,12 @@ class DualVariationalStrategy(DualState):
                 f"strategy has num_latents={self.num_latents}."
             )
         check_inputs(inputs, self.inducing_points.shape[-1])
+        dtype = self.inducing_points.dtype
+        if inputs.dtype != dtype:
+            raise TypeError(
+                f"inputs: expected {dtype} as the inducing points are, got {inputs.dtype}; convert "
+                f"them with .to({dtype}), or the model."
+            )
         arguments = {k: v for k, v in arguments.items() if v is not None}
         check_arguments(likelihood, arguments, _OPTIONS, needed=inputs.shape[-2] > 0)
         arguments = arguments_held_by(likelihood, inputs.shape[-2], arguments) | arguments

@@ -9,7 +9,7 @@ import pytest
 import torch
 from botorch.acquisition import UpperConfidenceBound
 from botorch.models import SingleTaskGP
-from botorch.models.transforms import Normalize
+from botorch.models.transforms import Normalize, Standardize
 from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
@@ -27,7 +27,7 @@ from seqgp.acquisition import (
 from seqgp.loop import BatchOptimizer
 from seqgp.memory import MemoryOptions
 from seqgp.progress import progress_bar
-from tests.helpers import make_inputs, make_kernel
+from tests.helpers import make_inputs, make_kernel, softmax
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -166,6 +166,60 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "Y: expected a torch.Tensor",
     ),
+    "lists to learn": (
+        lambda: SequentialGP(X.tolist(), Y),
+        TypeError,
+        "train_X: .* got list; torch.as_tensor makes one",
+    ),
+    "an array to learn next": (
+        lambda: labels().update(X.numpy(), Y),
+        TypeError,
+        "X: .* got ndarray; torch.as_tensor makes one",
+    ),
+    "no sampler": (
+        lambda: labels().fantasize(X, None),
+        TypeError,
+        "sampler: expected a MCSampler, got None",
+    ),
+    "an output that there is not": (
+        lambda: labels().posterior(X, output_indices=[3]),
+        ValueError,
+        "output_indices: expected indices of the 1 outputs",
+    ),
+    "labels that are standardised": (
+        lambda: SequentialGP(
+            X, Y.round(), likelihood=BernoulliLikelihood(), outcome_transform=Standardize(1)
+        ),
+        ValueError,
+        "outcome_transform: Standardize turns .* BernoulliLikelihood cannot .* leave it out",
+    ),
+    "labels that were wrong before they were standardised": (
+        lambda: SequentialGP(
+            X, 2 + Y.round(), likelihood=BernoulliLikelihood(), outcome_transform=Standardize(1)
+        ),
+        ValueError,
+        "train_Y: [23] is not a possible observation",
+    ),
+    "one-hot rows": (
+        lambda: SequentialGP(X, torch.eye(3).repeat(7, 1)[:20].to(X), likelihood=softmax()),
+        ValueError,
+        r"train_Y: .* one column of targets, got 3; .* train_Y\.argmax\(-1, keepdim=True\)",
+    ),
+    "a class too many": (
+        lambda: SequentialGP(X, 3 * torch.ones_like(Y), likelihood=softmax()),
+        ValueError,
+        "3 is not a possible .* integers from 0 to 2; num_classes counts all classes",
+    ),
+    "counts beyond their total": (
+        lambda: SequentialGP(
+            X,
+            4 * torch.ones_like(Y),
+            likelihood=BinomialLikelihood(),
+            likelihood_arguments={"total_count": 3.0 + (torch.arange(20) != 7)},
+        ),
+        ValueError,
+        "4 is not a possible observation of BinomialLikelihood: it must be .* from 0 to 3[.]$",
+    ),
     "a number of fantasies": (
         lambda: labels().fantasize(X, 16),
         TypeError,
@@ -195,6 +249,69 @@ def test_things_of_the_wrong_kind(mistake: str) -> None:
     call, error, message = SHAPES[mistake]
     with pytest.raises(error, match=message):
         call()
+
+
+# -------------------------------------------------------------------------------- columns
+
+
+TWO = torch.rand(2, 2, dtype=torch.float64)
+COLUMNS: dict[str, tuple[Any, Tensor, str]] = {
+    "one column for two outputs": (
+        lambda: SequentialGP(X, torch.cat([Y, -Y], -1), covar_module=make_kernel()),
+        Y[:2],
+        r"Y: expected shape 2 x 2 .* got \(2, 1\)",
+    ),
+    "three for two": (
+        lambda: SequentialGP(X, torch.cat([Y, -Y], -1), covar_module=make_kernel()),
+        torch.cat([Y, Y, Y], -1)[:2],
+        r"Y: expected shape 2 x 2 .* got \(2, 3\)",
+    ),
+    "a square for one": (
+        lambda: SequentialGP(X, Y, covar_module=make_kernel()),
+        TWO,
+        r"Y: expected shape 2 x 1 .* got \(2, 2\)\.",
+    ),
+    "one-hot labels of two classes": (
+        labels,
+        torch.eye(2, dtype=torch.float64),
+        r"Y: .* expected labels, not one-hot rows: Y\.argmax\(-1, keepdim=True\)",
+    ),
+    "one-hot labels of three": (
+        lambda: SequentialGP(X, (3 * Y).floor(), likelihood=softmax()),
+        torch.eye(3, dtype=torch.float64)[:2],
+        r"Y: expected shape 2 x 1 .* Y\.argmax\(-1, keepdim=True\)",
+    ),
+    "no column at all": (
+        lambda: SequentialGP(X, Y, covar_module=make_kernel()),
+        Y[:2, 0],
+        r"Y: expected shape 2 x 1 .* one column of them is Y\.unsqueeze\(-1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", list(COLUMNS))
+@pytest.mark.parametrize("method", ["update", "forget", "leverage", "condition_on_observations"])
+def test_columns_are_those_of_the_outputs(mistake: str, method: str) -> None:
+    make, wrong, message = COLUMNS[mistake]
+    model = make()
+    before = model.posterior(X).mean
+    message = message.replace("expected shape 2", r"expected shape (?:\.\.\. x )?2")
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(X[:2], wrong)
+    assert torch.equal(model.posterior(X).mean, before)
+    assert (model.num_updates, model.num_seen) == (0, model.num_data)
+
+
+def test_densities_of_targets_of_another_shape() -> None:
+    one = SequentialGP(X, Y, covar_module=make_kernel())
+    two = SequentialGP(X, torch.cat([Y, -Y], -1), covar_module=make_kernel())
+    for model, targets in ((one, TWO), (one, TWO[:, :1]), (two, TWO[0]), (two, torch.rand(3, 2))):
+        with pytest.raises(ValueError, match=r"targets: expected shape (2|2 x 2) \(a row per"):
+            model.log_predictive_density(X[:2], targets)
+    with pytest.raises(ValueError, match="not a possible observation"):
+        labels().log_predictive_density(X[:2], torch.tensor([0.0, 2.0]))
+    assert two.log_predictive_density(X[:2], TWO).shape == (2, 2)
+    assert one.log_predictive_density(X[:4].reshape(2, 2, 2), TWO).shape == (2, 2)
 
 
 # -------------------------------------------------------------------------------- pools
@@ -366,6 +483,30 @@ def test_batches_that_crowd_do_not_warn() -> None:
 
 
 # -------------------------------------------------------------------------------- streams
+
+
+def test_which_batch_it_was() -> None:
+    model, wrong = SequentialGP(X, Y, covar_module=make_kernel()), Y.clone()
+    wrong[7] = torch.nan
+    records: list[Any] = []
+    with pytest.raises(ValueError, match=r"Y: .* got 1 NaN .* the first in row 7") as raised:
+        model.update_stream([(X, Y), (X, wrong), (X, Y)], records.append, learn=False)
+    assert "batch 1 of the stream" in raised.value.__notes__[0]
+    assert model.num_updates == len(records) == 1
+    with pytest.raises(TypeError, match=r"stream: expected pairs .* got a Tensor as batch 0"):
+        model.update_stream([X])
+
+
+def test_what_cannot_be_forgotten_is_named() -> None:
+    model = SequentialGP(X, Y, covar_module=make_kernel())
+    with pytest.raises(ValueError, match="Y: these observations are not part of what has been"):
+        model.forget(X[:2] + 3, Y[:2])
+
+
+def test_precision_of_inputs() -> None:
+    model = SequentialGP(X, Y, covar_module=make_kernel())
+    with pytest.raises(TypeError, match=r"inputs: expected torch.float64 .* got torch.float32"):
+        model.variational_strategy.converge(X.float(), Y.squeeze(-1).float(), model.likelihood)
 
 
 def test_the_state_of_a_stream_in_a_model_with_data() -> None:

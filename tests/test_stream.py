@@ -520,13 +520,39 @@ def test_totals_held_by_the_likelihood() -> None:
     )
     same.forget(X[:2], torch.ones(2, 1), total_count=torch.full((2,), 3.0))
     assert same.num_data == 8
-    with pytest.raises(ValueError, match=r"total_count: expected shape ... x 10"):
-        SequentialGP(
-            X,
-            torch.ones(10, 1),
-            likelihood=BinomialLikelihood(),
-            likelihood_arguments={"total_count": totals.unsqueeze(-1)},
-        )
+    column = SequentialGP(
+        X,
+        torch.ones(10, 1),
+        likelihood=BinomialLikelihood(),
+        likelihood_arguments={"total_count": totals.unsqueeze(-1)},  # of the shape of Y
+    )
+    assert torch.equal(column.likelihood_arguments["total_count"], totals)
+    column.update(X[:3], torch.ones(3, 1), learn=False, total_count=torch.full((3, 1), 4.0))
+    assert torch.equal(
+        column.likelihood_arguments["total_count"], torch.cat([totals, torch.full((3,), 4.0)])
+    )
+    with pytest.raises(ValueError, match="total_count: the likelihood holds the totals of the fir"):
+        model.update(X, torch.ones(10, 1))
+    assert model.num_data == 20
+
+
+def test_a_total_for_all_and_some_that_differ() -> None:
+    """Observations without totals have that of the likelihood, whatever the others came with."""
+    X, Y, totals = torch.rand(12, 2), torch.ones(12, 1), torch.full((4,), 7.0)
+    model = SequentialGP(X[:4], Y[:4], likelihood=BinomialLikelihood(5))
+    model.update(X[4:8], Y[4:8], learn=False, total_count=totals)
+    model.update(X[8:], Y[8:], learn=False)
+    expected = torch.tensor([5.0, 7.0, 5.0]).repeat_interleave(4)
+    assert torch.equal(model.likelihood_arguments["total_count"], expected)
+    given = SequentialGP(
+        X, Y, likelihood=BinomialLikelihood(), likelihood_arguments={"total_count": expected}
+    )
+    given.variational_strategy.set_inducing_points(model.variational_strategy.inducing_points)
+    given.refresh()
+    torch.testing.assert_close(model.posterior(X).mean, given.posterior(X).mean)
+    empty = SequentialGP(X[:0], Y[:0], likelihood=BinomialLikelihood(), inducing_points=X)
+    empty.update(X[:4], Y[:4], learn=False, total_count=totals)
+    assert torch.equal(empty.likelihood_arguments["total_count"], totals)
 
 
 def test_weights_stay_with_their_observations() -> None:
@@ -567,7 +593,9 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
         ({"tol": float("nan")}, ValueError, "tol, steps: expected at least zero"),
         ({"steps": -1}, ValueError, "tol, steps: expected at least zero"),
         ({"max_inducing": 3}, ValueError, "max_inducing: expected at least the present"),
-        ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a number"),
+        ({"memory": True}, TypeError, "memory: expected MemoryOptions .* got True"),
+        ({"memory": 0.1}, TypeError, r"a share of what has been seen is MemoryOptions\(0.1\)"),
+        ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a whole"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], error: Any, message: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import pickle
 import random
 import secrets
 from collections.abc import Iterator
@@ -131,6 +130,8 @@ def load(
         >>> model.posterior(X.float()).mean.dtype, model.num_data
         (torch.float32, 20)
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected one of torch's, as torch.float32, got {dtype!r}.")
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
         model: Any = _build(content) if like is None else _copy_of(like, content)
@@ -426,7 +427,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        except Exception as error:  # an unpickler fails on other files in any way that there is
             raise ValueError(
                 f"{os.fspath(path)} is not a checkpoint of seqgp, or it is damaged: write one with "
                 "seqgp.save. (Models that were pickled, by torch.save(model), are not read, since "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,16 +23,22 @@ from torch.quasirandom import SobolEngine
 from seqgp.acquisition.fantasies import (
     SEPARATION,
     Fantasy,
+    check_bounds,
     check_options,
     fantasy_batch,
     valid_improvement,
 )
-from seqgp.acquisition.validity import best_valid, log_validity
+from seqgp.acquisition.validity import (
+    NO_VALID_OBSERVATION,
+    NoValidObservationWarning,
+    best_valid,
+    log_validity,
+)
 from seqgp.kernels import sharp
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs
+from seqgp.validation import check_inputs, check_tensor
 
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
@@ -49,7 +57,8 @@ class BatchOptimizer:
     on nothing else. All that is learnt is learnt by `tell`.
 
     Args:
-        bounds: ``2 x d`` bounds of the inputs, whose dtype and device are those of everything.
+        bounds: ``2 x d`` bounds of the inputs, lower ones first and below the upper ones; their
+            dtype and device are those of everything.
         maximize: Whether larger values are better.
         num_initial: How many evaluations there are to be before models are used; until then `ask`
             proposes quasi-random points. By default ``2 (d + 1)``.
@@ -69,8 +78,9 @@ class BatchOptimizer:
         fit_options: Options of L-BFGS for hyperparameters.
         seed: Of everything that is random.
         options: Options of `fantasy_batch`, and so of BoTorch's `optimize_acqf` and its relatives:
-            ``num_restarts``, ``fixed_features``, ``inequality_constraints``, ``discrete_dims``, ...
-            Initial points respect them, too, but for nonlinear constraints.
+            ``num_restarts``, ``fixed_features={0: 0.5}``, ``inequality_constraints``,
+            ``discrete_dims={1: range(6)}`` (the values that inputs may have), ... Initial points
+            respect them, too, but for nonlinear constraints.
 
     Example:
         >>> import torch
@@ -104,10 +114,7 @@ class BatchOptimizer:
         **options: Any,
     ) -> None:
         check_inputs(bounds, name="bounds")
-        if bounds.dim() != 2 or bounds.shape[0] != 2 or not (bounds[0] <= bounds[1]).all():
-            raise ValueError(
-                f"bounds: expected shape 2 x d, lower bounds first, got {tuple(bounds.shape)}."
-            )
+        check_bounds(bounds, strict=True)
         if incumbent not in ("observed", "mean"):
             raise ValueError(f"incumbent: expected observed or mean, got {incumbent!r}.")
         if refit_every < 1:
@@ -116,7 +123,8 @@ class BatchOptimizer:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
         optimizer = options.get("optimizer")
         others = {name: value for name, value in options.items() if name != "optimizer"}
-        check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others)
+        own = inspect.signature(BatchOptimizer).parameters
+        check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others, own)
         d = bounds.shape[-1]
         self.bounds = bounds.detach().clone()
         self.maximize, self.seed = maximize, seed
@@ -151,6 +159,10 @@ class BatchOptimizer:
             X_pending: ``k x d`` inputs that have been asked for and not been told yet.
             progress: Whether to show a progress bar (only on a terminal).
         """
+        return self._propose(q, X_pending, progress)
+
+    def _propose(self, q: int, X_pending: Tensor | None, progress: bool) -> Tensor:
+        """What `ask` returns; a warning is about the caller of its caller."""
         if not isinstance(q, int) or q < 1:
             raise ValueError(f"q: expected a whole number of points, at least one, got {q!r}.")
         known = self.X
@@ -164,8 +176,11 @@ class BatchOptimizer:
             validity = None  # nothing is known of it but that it is not where all others are
         models = [model for model in (objective, validity) if model is not None]
         best_f = None if self.objective_model is None else self._best_f()
+        if best_f is None:
+            warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=3)
         devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoValidObservationWarning)  # once is enough
             seed = self.seed * 1_000_003 + len(self.X)
             torch.manual_seed(seed)
             return fantasy_batch(
@@ -192,13 +207,13 @@ class BatchOptimizer:
                 whose value is not NaN.
         """
         self._check_X(X, "X")
-        Y = torch.as_tensor(Y, dtype=self.bounds.dtype, device=self.bounds.device).detach()
+        Y = self._as_tensor(Y, "Y", self.bounds.dtype)
         if Y.numel() != len(X):
             raise ValueError(f"Y: expected {len(X)} values, got shape {tuple(Y.shape)}.")
         Y = Y.reshape(-1)
         if valid is None:
             valid = ~Y.isnan()
-        valid = torch.as_tensor(valid, device=self.bounds.device).detach()
+        valid = self._as_tensor(valid, "valid")
         if valid.numel() != len(X):
             raise ValueError(f"valid: expected {len(X)} labels, got shape {tuple(valid.shape)}.")
         if not ((valid == 0) | (valid == 1)).all():
@@ -228,7 +243,7 @@ class BatchOptimizer:
         """Ask and tell until there are so many evaluations.
 
         Args:
-            evaluate: From ``q x d`` inputs to ``q`` values, and ``q`` labels or ``None``.
+            evaluate: From ``q x d`` inputs to a pair: ``q`` values, and ``q`` labels or ``None``.
             num_evaluations: How many there are to be, those that have been told included.
             q: How many at a time.
             progress: Whether to show a progress bar (only on a terminal).
@@ -241,8 +256,14 @@ class BatchOptimizer:
         )
         with bar:
             while len(self.X) < num_evaluations:
-                X = self.ask(min(q, num_evaluations - len(self.X)))
-                self.tell(X, *evaluate(X))
+                X = self._propose(min(q, num_evaluations - len(self.X)), None, False)
+                outcome = evaluate(X)
+                if not isinstance(outcome, tuple | list) or len(outcome) != 2:
+                    raise TypeError(
+                        "evaluate: expected a function that returns a pair (Y, valid), of which "
+                        f"valid may be None, got a {type(outcome).__name__} from it."
+                    )
+                self.tell(X, *outcome)
                 bar.update(len(X))
                 best = self.best
                 shown = "none" if best is None else f"{float(best[1]):.4g}"
@@ -275,6 +296,11 @@ class BatchOptimizer:
         """
         if self.validity_model is None:
             raise RuntimeError("Nothing has been told yet.")
+        check_tensor(X, "X")
+        if not X.dim() or X.shape[-1] != self.bounds.shape[-1]:
+            raise ValueError(
+                f"X: expected shape ... x {self.bounds.shape[-1]}, got {tuple(X.shape)}."
+            )
         with torch.no_grad():
             return log_validity(self.validity_model, X.unsqueeze(-2)).exp().squeeze(-1)
 
@@ -303,9 +329,16 @@ class BatchOptimizer:
         Args:
             state: What `state_dict` returned.
         """
-        if state.get("version") != _VERSION:
+        is_state = isinstance(state, Mapping) and "version" in state
+        if is_state and state["version"] == _VERSION:
+            is_state = state.keys() >= self.state_dict().keys()
+        if not is_state:
             raise ValueError(
-                f"state: expected version {_VERSION}, got {state.get('version')}: it was saved by "
+                "state: not the state of a BatchOptimizer; expected what state_dict() returned."
+            )
+        if state["version"] != _VERSION:
+            raise ValueError(
+                f"state: expected version {_VERSION}, got {state['version']}: it was saved by "
                 "another version of seqgp."
             )
         for name in ("bounds", "maximize"):
@@ -327,6 +360,13 @@ class BatchOptimizer:
         self._objective, self._validity = objective, validity
 
     # ---------------------------------------------------------------- inside
+
+    def _as_tensor(self, values: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Numbers, or labels, as a tensor that belongs to the bounds."""
+        try:
+            return torch.as_tensor(values, dtype=dtype, device=self.bounds.device).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name}: expected numbers, got {values!r:.50}.") from error
 
     def _check_X(self, X: Tensor, name: str) -> None:
         check_inputs(X, name=name)

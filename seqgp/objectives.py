@@ -71,6 +71,11 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         beta: float = 1.0,
         combine_terms: bool = True,
     ) -> None:
+        if not hasattr(getattr(model, "variational_strategy", None), "kl_divergence"):
+            raise TypeError(
+                "model: expected one with a DualVariationalStrategy, such as a SequentialGP, got a "
+                f"{type(model).__name__}; exact models have gpytorch's ExactMarginalLogLikelihood."
+            )
         self.num_data: int | None
         num_data = num_data or getattr(model, "num_data", None)
         super().__init__(likelihood, model, num_data, beta, combine_terms)

@@ -135,7 +135,7 @@ def posterior(
     return panels
 
 
-def history(records: Sequence[UpdateRecord], axes: Any = None) -> list[Any]:
+def history(records: Sequence[UpdateRecord] | UpdateRecord, axes: Any = None) -> list[Any]:
     """Draw what a stream has been like: density, hyperparameters, and what the memory did.
 
     Above, the log density of each batch before it was learnt, and its average so far: a model that
@@ -143,7 +143,8 @@ def history(records: Sequence[UpdateRecord], axes: Any = None) -> list[Any]:
     dashed on the right. Below, how many observations the memory has taken and given up.
 
     Args:
-        records: What `SequentialGP.update` or `update_stream` returned.
+        records: What `SequentialGP.update` (a record, or a list of them) or `update_stream`
+            returned.
         axes: Three axes to draw into; by default those of a new figure.
 
     Returns:
@@ -159,7 +160,7 @@ def history(records: Sequence[UpdateRecord], axes: Any = None) -> list[Any]:
         >>> records = [model.update(x, y, memory=20, steps=3) for x, y in batches]
         >>> panels = seqgp.plots.history(records)
     """
-    records = list(records)
+    records = [records] if isinstance(records, UpdateRecord) else list(records)
     if not records or not all(isinstance(record, UpdateRecord) for record in records):
         raise ValueError("records: expected the records of at least one update.")
     upper, middle, lower = _axes(axes, 3, (7.5, 8.0), share=True)

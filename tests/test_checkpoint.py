@@ -380,6 +380,12 @@ def test_bad_files(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="or it is damaged"):
         seqgp.load(path)
+    for text in (b"", b"hello", b"a,b\n1,2\n", bytes(range(256))):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match="not a checkpoint of seqgp"):
+            seqgp.load(path)
+    with pytest.raises(TypeError, match=r"dtype: .* torch.float32, got 'float32'"):
+        seqgp.load(path, dtype="float32")  # type: ignore[arg-type]
     torch.save(model.state_dict(), path)
     with pytest.raises(ValueError, match=r"model\.load_state_dict"):
         seqgp.load(path)

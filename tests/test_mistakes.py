@@ -16,8 +16,9 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Poisson
 
-from seqgp import BinomialLikelihood, SequentialGP
+from seqgp import BinomialLikelihood, DualELBO, SequentialGP
 from seqgp.acquisition import (
+    NoValidObservationWarning,
     expected_reduction,
     fantasy_batch,
     fantasy_outcome,
@@ -240,6 +241,11 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "capacity: expected a number or None, got 'many'",
     ),
+    "an exact model": (
+        lambda: DualELBO(SingleTaskGP(X, Y).likelihood, SingleTaskGP(X, Y)),  # type: ignore[arg-type]
+        TypeError,
+        "model: .* got a SingleTaskGP; exact models have .* ExactMarginalLogLikelihood",
+    ),
     "half a point": (lambda: BatchOptimizer(unit()).ask(0.5), ValueError, "q: expected a whole"),
 }
 
@@ -345,6 +351,8 @@ def test_lists_instead_of_tensors() -> None:
     assert by_index.chosen.tolist() == [3]
     nothing = select_from_pool(model, pool, threshold=0.5, surveyed=[])  # type: ignore[arg-type]
     assert nothing.scores.isfinite().all()
+    with pytest.raises(ValueError, match="surveyed, available: no site of the pool is left"):
+        select_from_pool(model, pool, threshold=0.5, surveyed=torch.arange(12))
     counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
     with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
         select_from_pool(counts, pool, threshold=0.5, total_count=torch.ones(3))
@@ -362,6 +370,10 @@ def test_lists_instead_of_tensors() -> None:
         ({"num_initial": -1}, ValueError, "num_initial"),
         ({"q": 3}, ValueError, "not for the user"),
         ({"choices": unit(), "discrete_dims": {0: [0.0]}}, ValueError, "different optimisers"),
+        ({"maximise": False}, TypeError, "did you mean maximize"),
+        ({"discrete_dims": [1]}, TypeError, r"discrete_dims: .* as in \{1: range\(6\)\}"),
+        ({"discrete_dims": {5: [0, 1]}}, ValueError, "discrete_dims: expected inputs from 0 to 1"),
+        ({"cat_dims": {0: []}}, ValueError, "cat_dims: expected a list of values for input 0"),
     ],
 )
 def test_options_are_checked_at_once(
@@ -369,6 +381,76 @@ def test_options_are_checked_at_once(
 ) -> None:
     with pytest.raises(error, match=message):
         BatchOptimizer(unit(), **options)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([[0, 3], [0, 3]], r"got 0 and 0 for input 0; d x 2 .* bounds\.mT; .* fixed_features=\{0"),
+        ([[0, 1], [1, 0]], r"lower bounds first, .* got 1 and 0 for input 1; .* bounds\.mT"),
+        ([[0, 1], [0, 1], [0, 1]], r"2 x d, .* got \(3, 2\); d x 2 bounds .* bounds\.mT"),
+        (
+            [[0, 0, 2], [1, 1, 2]],
+            r"got 2 and 2 for input 2; to fix.*fixed_features=\{2: 2",
+        ),
+    ],
+)
+def test_bounds_are_ranges(bounds: list[list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=f"bounds: expected shape .*{message}"):
+        BatchOptimizer(torch.tensor(bounds, dtype=torch.double))
+
+
+def test_bounds_of_a_batch_may_fix_an_input() -> None:
+    X = make_inputs(12, 2)
+    model = SequentialGP(X, torch.poisson(3 * X[:, :1]), likelihood=PoissonLikelihood())
+
+    def propose(bounds: list[list[float]]) -> Tensor:
+        return fantasy_batch(
+            lambda models, fantasies: UpperConfidenceBound(models[0], beta=1.0),
+            [model],
+            torch.tensor(bounds),
+            q=2,
+            num_restarts=1,
+            raw_samples=8,
+        ).X
+
+    assert propose([[0.0, 0.4], [1.0, 0.4]])[:, 1].tolist() == [0.4, 0.4]
+    with pytest.raises(ValueError, match=r"bounds: .* got 1 and 0 for input 1"):
+        propose([[0.0, 1.0], [1.0, 0.0]])
+
+
+def test_what_is_told_and_returned_is_checked() -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=2, **FEW), make_inputs(2, 2)
+    with pytest.raises(TypeError, match="Y: expected numbers, got 'a'"):
+        loop.tell(X, "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="valid: expected numbers, got 'yes'"):
+        loop.tell(X, torch.zeros(2), "yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"evaluate: .* a pair \(Y, valid\), .* got a Tensor"):
+        loop.run(lambda X: X.sum(-1), 2)  # type: ignore[arg-type, return-value]
+    for state in ({"a": 1}, {"version": 2}, [1]):
+        with pytest.raises(ValueError, match="state: not the state of a BatchOptimizer"):
+            loop.load_state_dict(state)  # type: ignore[arg-type]
+    assert not len(loop.X)
+    loop.tell(X, torch.zeros(2))
+    with pytest.raises(TypeError, match=r"X: .* got list; torch.as_tensor makes one"):
+        loop.probability_of_validity([[0.5, 0.5]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"X: expected shape \.\.\. x 2, got \(1, 3\)"):
+        loop.probability_of_validity(torch.rand(1, 3))
+
+
+def test_one_warning_that_nothing_is_valid_where_it_was_asked() -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=2, **FEW), make_inputs(2, 2)
+    loop.tell(X, torch.full((2,), torch.nan))
+    calls: list[Any] = [
+        lambda: loop.ask(2),
+        lambda: loop.run(lambda X: (X.sum(-1), None), 4, q=2),  # type: ignore[arg-type, return-value]
+    ]
+    for call in calls:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        (warning,) = [w for w in caught if issubclass(w.category, NoValidObservationWarning)]
+        assert warning.filename == __file__
 
 
 def test_options_of_initial_conditions_pass() -> None:

@@ -156,6 +156,7 @@ def test_history() -> None:
     assert float(average[-1]) == pytest.approx(sum(r.log_density for r in records) / 3)
     assert {"noise", "lengthscale", "constant"} <= {line.get_label() for line in middle.lines}
     assert line_of(lower, "in memory")[1].tolist() == [r.num_memory for r in records]
+    assert line_of(seqgp.plots.history(records[0])[0], "of the batch")[0].tolist() == [10]
     heights = [bar.get_height() for bar in lower.patches]
     assert heights == [r.memory_gained for r in records] + [-r.memory_lost for r in records]
 

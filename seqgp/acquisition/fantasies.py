@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from seqgp.acquisition.validity import THRESHOLD, LogValidExpectedImprovement, b
 from seqgp.model import SequentialGP
 from seqgp.posteriors import ObservationPosterior
 from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs
+from seqgp.validation import check_inputs, check_tensor
 
 #: What a point's outcome is imagined to be; see `fantasy_outcome`.
 FANTASIES = ("mean", "sample", "believer", "constant_min", "constant_mean", "constant_max")
@@ -153,7 +153,8 @@ def fantasy_batch(
     if not models:
         raise ValueError("models: expected at least one.")
     ways = _one_each(fantasy, models)
-    check_options(bounds, q, ways, X_pending, X_avoid, separation, optimizer, options)
+    own = inspect.signature(fantasy_batch).parameters
+    check_options(bounds, q, ways, X_pending, X_avoid, separation, optimizer, options, own)
     optimize = _with_defaults(_find_optimizer(optimizer, options), bounds, options)
     models = list(models)
     given = _arguments_of(models, arguments)
@@ -501,6 +502,45 @@ def _check_fantasy(fantasy: Fantasy) -> None:
         raise ValueError(f"fantasy: expected one of {names}, None or a function, got {fantasy!r}.")
 
 
+def check_bounds(bounds: Tensor, strict: bool = False) -> None:
+    """Raise unless bounds are ``2 x d``, lower ones first.
+
+    Args:
+        bounds: The bounds.
+        strict: Whether lower and upper bounds have to differ.
+    """
+    check_tensor(bounds, "bounds")
+    shape = tuple(bounds.shape)
+    if bounds.dim() != 2 or bounds.shape[0] != 2:
+        hint = "; d x 2 bounds become these by bounds.mT" if shape[1:] == (2,) else ""
+        raise ValueError(f"bounds: expected shape 2 x d, lower bounds first, got {shape}{hint}.")
+    wrong = bounds[0] >= bounds[1] if strict else bounds[0] > bounds[1]
+    if wrong.any():
+        k = int(wrong.nonzero()[0])
+        lower, upper = bounds[:, k].tolist()
+        hint = "; d x 2 bounds become these by bounds.mT" if shape == (2, 2) else ""
+        if lower == upper:
+            hint += f"; to fix an input, give it a range and pass fixed_features={{{k}: {lower:g}}}"
+        raise ValueError(
+            "bounds: expected shape 2 x d, lower bounds first, each below the upper one, got "
+            f"{lower:g} and {upper:g} for input {k}{hint}."
+        )
+
+
+def _check_levels(levels: Any, d: int, name: str) -> None:
+    """Raise unless values that inputs may have are given by the indices of these inputs."""
+    if not isinstance(levels, Mapping):
+        raise TypeError(
+            f"{name}: expected a dictionary from inputs to the values that they may have, as in "
+            f"{{1: range(6)}}, got {levels!r:.50}."
+        )
+    for index, values in levels.items():
+        if not isinstance(index, int) or not 0 <= index < d:
+            raise ValueError(f"{name}: expected inputs from 0 to {d - 1}, got {index!r}.")
+        if not isinstance(values, Iterable) or not len(list(values)):
+            raise ValueError(f"{name}: expected a list of values for input {index}, got {values}.")
+
+
 def check_options(
     bounds: Tensor,
     q: int,
@@ -510,8 +550,12 @@ def check_options(
     separation: float,
     optimizer: Callable[..., Any] | None,
     options: dict[str, Any],
+    own: Collection[str] = (),
 ) -> None:
-    """Raise for options of `fantasy_batch` that cannot be, before anything is computed."""
+    """Raise for options of `fantasy_batch` that cannot be, before anything is computed.
+
+    All but the last as there; ``own`` are names that could have been meant, besides BoTorch's.
+    """
     for fantasy in fantasies:
         _check_fantasy(fantasy)
     known = inspect.signature(_find_optimizer(optimizer, options)).parameters
@@ -520,14 +564,16 @@ def check_options(
     for name in options:
         if name in names or (takes_all and optimizer is not None):
             continue
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name, {*names, *own}, n=1)
         raise TypeError(
             f"{name}: neither an option here nor one of BoTorch's "
             f"{getattr(_find_optimizer(optimizer, options), '__name__', 'optimizer')}"
             f"{f'; did you mean {near[0]}?' if near else '.'}"
         )
-    if bounds.dim() != 2 or bounds.shape[0] != 2:
-        raise ValueError(f"bounds: expected shape 2 x d, got {tuple(bounds.shape)}.")
+    check_bounds(bounds)
+    for name in ("discrete_dims", "cat_dims"):
+        if options.get(name) is not None:
+            _check_levels(options[name], bounds.shape[-1], name)
     if q < 1:
         raise ValueError(f"q: expected at least one point, got {q}.")
     if not 0 <= separation < 1:

@@ -404,6 +404,8 @@ def select_from_pool(
             )
     counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
     open_ = counts & _mask(available, n, pool.device, "available", True)
+    if not open_.any():
+        raise ValueError("surveyed, available: no site of the pool is left to choose.")
     if not isinstance(q, int) or q < 1 or int(open_.sum()) < q:
         raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
     if costs is not None:

@@ -58,6 +58,13 @@ _MIN_VARIANCE = 1e-12  # as in BoTorch's analytic acquisition functions
 Models = Model | Sequence[Model]
 
 
+#: What that warning says.
+NO_VALID_OBSERVATION = (
+    "There is no valid observation yet: maximising the probability of validity instead of an "
+    "improvement."
+)
+
+
 class NoValidObservationWarning(UserWarning):
     """There is nothing to improve on yet: validity itself is what is maximised."""
 
@@ -441,12 +448,7 @@ def _check_objective(
 ) -> Model:
     """The model of the objective, or one that stands in for it while there is none."""
     if best_f is None:
-        warnings.warn(
-            "There is no valid observation yet: maximising the probability of validity instead of "
-            "an improvement.",
-            NoValidObservationWarning,
-            stacklevel=3,
-        )
+        warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=3)
         return validity_models[0]
     if model is None:
         raise ValueError("model: expected a model of the objective, as there is a best_f.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import requires, version
@@ -59,3 +60,21 @@ def test_progress_bars_need_no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     X = torch.rand(10, 1, dtype=torch.double)
     records = seqgp.SequentialGP(X, X).update_stream([(X, X)], learn=False)
     assert len(records) == 1
+
+
+def test_modules_are_there_without_being_imported() -> None:
+    """When they are asked for, and not before."""
+    code = """
+import sys, seqgp
+assert not {"seqgp.loop", "seqgp.ax", "seqgp.datasets"} & set(sys.modules)
+assert seqgp.loop.BatchOptimizer and seqgp.kernels.sharp and seqgp.datasets.make_country
+assert seqgp.acquisition.fantasy_batch
+assert not hasattr(seqgp, "nothing")
+sys.modules["ax"] = None  # as if it were not installed
+try:
+    seqgp.ax
+except ImportError:
+    print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", done.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from ax.adapter.base import Adapter, GenResults
+from ax.adapter.data_utils import ExperimentData
 from ax.adapter.random import RandomAdapter
 from ax.adapter.registry import (
     Cont_X_trans,
@@ -88,6 +90,13 @@ class SequentialAdapter(TorchAdapter):
             f"All of {ATTEMPTS} candidates in a row have failed before."
         )
 
+    def _fit(
+        self, search_space: SearchSpace, experiment_data: ExperimentData, **kwargs: Any
+    ) -> None:
+        known = {*self._experiment.metrics, *experiment_data.metric_signatures} - {VALIDITY}
+        _check_metrics(self.generator, known)
+        super()._fit(search_space, experiment_data, **kwargs)
+
     @property
     def botorch_surrogate(self) -> Surrogate:
         """All models, that of validity included."""
@@ -99,6 +108,27 @@ class SequentialAdapter(TorchAdapter):
 
     def _cross_validate(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
         return [_without_validity(data) for data in super()._cross_validate(*args, **kwargs)]
+
+
+def _check_metrics(generator: Any, known: set[str]) -> None:
+    """Raise for likelihoods of metrics that an experiment does not have.
+
+    Args:
+        generator: The generator, which knows the models of metrics.
+        known: The metrics of the experiment.
+    """
+    spec = getattr(generator, "surrogate_spec", None)
+    configs = {} if spec is None else spec.metric_to_model_configs
+    totals = {c.model_options.get("total_count") for each in configs.values() for c in each}
+    for name in configs:
+        if name in known or name in totals or name == VALIDITY:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"likelihoods: expected metrics of the experiment, {', '.join(sorted(known))}; got "
+            f"{name!r}{hint}"
+        )
 
 
 def _failed_arms(adapter: Adapter) -> dict[str, Arm]:

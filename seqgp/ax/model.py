@@ -52,6 +52,7 @@ from seqgp.memory import MemoryOptions
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.posteriors import ObservationPosterior
+from seqgp.validation import renamed
 
 #: What a metric can be: its likelihood by name.
 LIKELIHOODS: dict[str, type[Likelihood] | None] = {
@@ -236,6 +237,7 @@ class AxSequentialGP(SequentialGP):
         max_inducing: The largest number of inducing points.
         growth: By which factor data grow until a model is fitted from scratch.
         previous: The previous model of the metric, if it may be updated.
+        metric: The name of the metric, for errors.
 
     Example:
         >>> X = torch.linspace(0, 1, 30, dtype=torch.double).unsqueeze(-1)
@@ -268,7 +270,9 @@ class AxSequentialGP(SequentialGP):
         max_inducing: int = MAX_INDUCING,
         growth: float = GROWTH,
         previous: AxSequentialGP | None = None,
+        metric: str | None = None,
     ) -> None:
+        name = "train_Y" if metric is None else f"metric {metric!r}"
         if likelihood_name not in LIKELIHOODS:
             names = ", ".join(map(repr, LIKELIHOODS))
             raise ValueError(f"likelihood_name: expected one of {names}, got {likelihood_name!r}.")
@@ -276,18 +280,20 @@ class AxSequentialGP(SequentialGP):
             raise ValueError("outcome_transform: expected none, metrics have been transformed.")
         if (total_count is None) == (likelihood_name == "binomial"):
             raise ValueError("total_count: expected for binomial metrics, and only for them.")
-        observed = _observed(train_X, train_Y, train_Yvar, likelihood_name, total_count)
+        observed = _observed(train_X, train_Y, train_Yvar, likelihood_name, total_count, name)
         if previous is not None:
             new = what_is_new(previous.observed, observed)
             if new is not None and len(train_X) <= growth * previous.num_fitted:
                 try:
-                    self._continue(previous, observed.select(new))
+                    with renamed(Y=name):
+                        self._continue(previous, observed.select(new))
                     return
                 except (FloatingPointError, NanError, NotPSDError):
                     self.__dict__.clear()  # start again, from scratch
         self.observed = observed
         likelihood_class = LIKELIHOODS[likelihood_name]
-        with train_X.device:  # where BoTorch and GPyTorch make what has no device of its own
+        # Where BoTorch and GPyTorch make what has no device of its own.
+        with train_X.device, renamed(train_Y=name):
             likelihood = None if likelihood_class is None else likelihood_class()
             mean, kernel = _prior(observed, likelihood, jumps, categorical_features)
             super().__init__(
@@ -449,20 +455,21 @@ class AxSequentialGP(SequentialGP):
 
 
 def _observed(
-    X: Tensor, Y: Tensor, Yvar: Tensor | None, likelihood_name: str, total_count: Any
+    X: Tensor, Y: Tensor, Yvar: Tensor | None, likelihood_name: str, total_count: Any, name: str
 ) -> Observed:
-    """What was observed, in the likelihood's own terms."""
+    """What was observed, in the likelihood's own terms; ``name`` is that of ``Y`` in errors."""
     if likelihood_name == "gaussian":
         return Observed(X, Y, Yvar)
     if likelihood_name != "binomial":
         return Observed(X, Y)
     totals = torch.as_tensor(total_count, dtype=X.dtype, device=X.device).expand(len(X))
     counts = Y * totals.unsqueeze(-1)
-    if bool(((counts - counts.round()).abs() > 1e-3).any()):
+    wrong = ((counts - counts.round()).abs() > 1e-3) | ((Y - 0.5).abs() > 0.5 + 1e-6)
+    if bool(wrong.any()):
+        row = int(wrong.squeeze(-1).nonzero()[0])
         raise ValueError(
-            "A binomial metric is a rate of success, successes over total; got "
-            f"{Y[(counts - counts.round()).abs() > 1e-3][0].item():g}, which is no number of "
-            "successes out of the total."
+            f"{name}: expected a rate of success, k/n with n = {totals[row].item():g}, got "
+            f"{Y[row].item():g}; report the rate k/n, not the count k."
         )
     return Observed(X, counts.round(), totals=totals)
 
@@ -546,6 +553,7 @@ def _construct_inputs(
     total = inputs.get("total_count")
     if isinstance(total, str):
         inputs["total_count"] = _totals(total, dataset, surrogate)
+    inputs["metric"] = dataset.outcome_names[0]
     if inputs.pop("stream", False):
         # Not public: without it, or with something else in its place, models are fitted anew.
         models = getattr(surrogate, "_submodels", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ax.adapter.transforms.map_key_to_float import MapKeyToFloat
 from ax.api.client import Client
 from ax.core.experiment_status import ExperimentStatus
 from ax.core.observation import ObservationFeatures
+from ax.core.parameter import ChoiceParameter
+from ax.core.search_space import SearchSpace
 from ax.core.trial_status import TrialStatus
 from ax.generation_strategy.center_generation_node import CenterGenerationNode
 from ax.generation_strategy.generation_node import GenerationNode
@@ -32,6 +35,7 @@ from seqgp.ax.transforms import (
     StreamStandardizeY,
     StreamWinsorize,
 )
+from seqgp.validation import check_instance
 
 #: A likelihood by name; of a binomial metric, with its total or the metric that holds it.
 Likelihood = str | tuple[str, int | str]
@@ -237,6 +241,29 @@ def _initial_node(
     )
 
 
+def _check_parameters(search_space: SearchSpace, points: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless points have all parameters of a search space, with values that there are."""
+    for point in points:
+        check_instance(point, Mapping, "points", optional=False)
+        for name, parameter in search_space.tunable_parameters.items():
+            if name not in point:
+                raise ValueError(
+                    f"points: expected all parameters, {', '.join(search_space.parameters)}; "
+                    f"{name!r} is missing in {dict(point)}."
+                )
+            if isinstance(parameter, ChoiceParameter) and point[name] not in parameter.values:
+                raise ValueError(
+                    f"points: expected one of {parameter.values} for {name!r}, got {point[name]!r}."
+                )
+        for name in point:
+            if name not in search_space.parameters:
+                near = difflib.get_close_matches(name, search_space.parameters, n=1)
+                raise ValueError(
+                    f"points: {name!r} is no parameter of the experiment"
+                    f"{f'; did you mean {near[0]!r}?' if near else '.'}"
+                )
+
+
 def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]]) -> list[float]:
     """How probable it is that trials do not fail, according to the models of the last trial.
 
@@ -271,8 +298,10 @@ def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]])
     if not isinstance(adapter, SequentialAdapter):
         raise RuntimeError(
             "There is no model yet, or another generation strategy: ask for trials beyond the "
-            "initial ones of seqgp.ax.generation_strategy first."
+            "initial ones of seqgp.ax.generation_strategy first, which last until there are "
+            "num_initial of them and min_valid that have not failed."
         )
+    _check_parameters(client._experiment.search_space, points)
     model, _ = validity_of(adapter.botorch_surrogate)
     if model is None:
         return [1.0] * len(points)

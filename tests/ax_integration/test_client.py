@@ -328,3 +328,49 @@ def test_ours_is_what_the_client_uses() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         seqgp.ax.generation_strategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "value", "message"),
+    [
+        (("binomial", 20), 10.0, "expected a rate of success, k/n with n = 20, got 10; report the"),
+        (("binomial", 20), 0.51, "expected a rate of success, k/n with n = 20, got 0.51; report"),
+        ("poisson", 1.5, "1.5 is not a possible observation of PoissonLikelihood"),
+        ("bernoulli", -1.0, "-1 is not a possible observation of BernoulliLikelihood"),
+    ],
+)
+def test_impossible_values_name_the_metric(likelihood: Any, value: float, message: str) -> None:
+    """Whether they come first, or when the model is updated."""
+    for wrong in (0, 21):
+        client = make_client("z", likelihoods={"z": likelihood}, num_initial=20, center=False)
+        done = iter(range(30))
+
+        def evaluate(p: Any, wrong: int = wrong, done: Any = done) -> Any:
+            return {"z": value if next(done) == wrong else 1.0}
+
+        with pytest.raises(ValueError, match=f"^metric 'z': {message}"):
+            run(client, evaluate, 23)
+
+
+def test_a_metric_that_there_is_not() -> None:
+    client = make_client("defects", likelihoods={"defect": "poisson"}, num_initial=2)
+    with pytest.raises(ValueError, match=r"likelihoods: .* got 'defect'; did you mean 'defects'"):
+        run(client, lambda p: {"defects": 1.0}, 3)
+
+
+def test_points_have_all_parameters_with_values_that_there_are() -> None:
+    choice = ChoiceParameterConfig(name="kind", parameter_type="str", values=["a", "b"])
+    client = make_client("z", [unit_range("x"), choice], num_initial=2)
+    done = run(client, lambda p: "failed" if p["kind"] == "b" else {"z": p["x"]}, 1)
+    with pytest.raises(RuntimeError, match="min_valid that have not failed"):
+        seqgp.ax.probability_of_validity(client, [done[0][0]])
+    run(client, lambda p: "failed" if p["x"] > 0.8 else {"z": p["x"]}, 3)
+    for point, message in (
+        ({"x": 0.5}, "points: expected all parameters, x, kind; 'kind' is missing"),
+        ({"x": 0.5, "kind": "c"}, "points: expected one of .*'a', 'b'.* for 'kind', got 'c'"),
+        ({"x": 0.5, "kind": "a", "xx": 1}, "points: 'xx' is no parameter of the experiment"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            seqgp.ax.probability_of_validity(client, [point])
+    with pytest.raises(TypeError, match="points: expected a Mapping, got 'x'"):
+        seqgp.ax.probability_of_validity(client, {"x": 0.5, "kind": "a"})  # type: ignore[arg-type]

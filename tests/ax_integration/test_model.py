@@ -309,7 +309,10 @@ def test_float32() -> None:
         ({"likelihood_name": "beta"}, "expected one of 'gaussian'"),
         ({"likelihood_name": "binomial"}, "total_count"),
         ({"total_count": 20}, "total_count"),
-        ({"likelihood_name": "binomial", "total_count": 7}, "successes over total"),
+        (
+            {"likelihood_name": "binomial", "total_count": 7},
+            "train_Y: expected a rate of success, .* report the rate",
+        ),
         ({"likelihood_name": "poisson"}, "not a possible observation of PoissonLikelihood"),
         ({"likelihood_name": "bernoulli"}, "labels must be 0 or 1"),
     ],

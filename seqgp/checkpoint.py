@@ -27,9 +27,12 @@ from seqgp.dual import Sites
 from seqgp.model import SequentialGP
 from seqgp.observations import Observations
 from seqgp.parts import CannotDescribe, describe, difference, name_of, rebuild, register
+from seqgp.stream import UpdateRecord
 from seqgp.variational import DualVariationalStrategy, _Observed
 
 __all__ = ["load", "load_extra", "register", "save"]
+
+register(UpdateRecord)  # so that `seqgp.plots.history` can draw what was before, too
 
 _FORMAT, _VERSION = "seqgp checkpoint", 1
 _LOG = logging.getLogger(__name__)
@@ -62,7 +65,8 @@ def save(
             strategy is a `DualVariationalStrategy`.
         path: Where to. The directory has to exist.
         extra: More to save: numbers, strings, tensors, and lists, tuples and dictionaries of these
-            (the number of the next batch, ``optimizer.state_dict()``). `load_extra` returns it.
+            (the number of the next batch, ``optimizer.state_dict()``), and records of updates.
+            `load_extra` returns it.
 
     Example:
         >>> import tempfile, torch, seqgp

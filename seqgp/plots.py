@@ -182,8 +182,9 @@ def history(records: Sequence[UpdateRecord] | UpdateRecord, axes: Any = None) ->
     lower.plot(seen, [r.num_memory for r in records], color=_MEAN, linewidth=2, label="in memory")
     lower.plot(seen, [r.num_inducing for r in records], "k:", label="inducing points")
     lower.axhline(0, color="0.6", linewidth=0.8)
-    lower.set(xlabel="observations", ylabel="observations")
-    lower.legend(frameon=False, ncols=2, fontsize=8)
+    lower.set(xlabel="observations that came in updates", ylabel="observations")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}  # where no bar can be
+    lower.legend(frameon=False, ncols=4, fontsize=8, **above)
     for panel in (upper, middle, lower):
         panel.spines[["top"]].set_visible(False)
         panel.grid(alpha=0.2)

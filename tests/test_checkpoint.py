@@ -350,6 +350,16 @@ def test_extra_and_random_state(tmp_path: Path) -> None:
     assert load_extra(tmp_path / "model.pt") == extra
 
 
+def test_records_can_be_extra(tmp_path: Path) -> None:
+    """So that the history of a stream is not lost with the process."""
+    model, X = begin("gaussian"), torch.rand(6, 2)
+    records = [model.update(X, X[:, :1], steps=1), model.update(X[:0], X[:0, :1], learn=False)]
+    seqgp.save(model, tmp_path / "model.pt", extra={"records": records})
+    again = load_extra(tmp_path / "model.pt")["records"]
+    assert str(again) == str(records)  # NaN is not equal to itself
+    assert len(seqgp.plots.history(again)) == 3
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)

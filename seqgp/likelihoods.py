@@ -128,7 +128,11 @@ class BinomialLikelihood(_QuadratureLikelihood):
         """The totals of a call, or else those of the constructor."""
         total_count = self.total_count if total_count is None else total_count
         if total_count is None:
-            raise ValueError("`total_count` is missing: give it to the constructor or this call.")
+            raise ValueError(
+                "`total_count` is missing: give one for all to the likelihood, or "
+                "pass total_count= with the observations (to a model's constructor as "
+                "likelihood_arguments={'total_count': ...})."
+            )
         return torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
 
 

@@ -126,7 +126,7 @@ class MemoryOptions:
         share = f"; a share of what has been seen is MemoryOptions({given})"
         raise TypeError(
             f"memory: expected MemoryOptions or a whole number of observations, got {given!r}"
-            f"{share if isinstance(given, float) else ''}."
+            f"{share if isinstance(given, float) and 0 < given <= 1 else ''}."
         )
 
     def at(self, num_seen: int) -> MemoryOptions:

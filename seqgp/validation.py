@@ -109,6 +109,8 @@ def check_points(X: Any, dim: int, name: str) -> None:
             f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}; a single point is "
             f"{name}.unsqueeze(0)."
         )
+    if X.dim() >= 2 and X.shape[-1] != dim:
+        raise ValueError(f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}.")
 
 
 def check_Y(

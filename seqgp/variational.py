@@ -722,7 +722,7 @@ class DualVariationalStrategy(DualState):
             )
         check_inputs(inputs, self.inducing_points.shape[-1])
         dtype = self.inducing_points.dtype
-        if inputs.dtype != dtype:
+        if torch.promote_types(inputs.dtype, dtype) != dtype:
             raise TypeError(
                 f"inputs: expected {dtype} as the inducing points are, got {inputs.dtype}; convert "
                 f"them with .to({dtype}), or the model."

@@ -157,6 +157,11 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* torch.as_tensor makes"),
     "an array": (lambda: labels().posterior(X.numpy()), TypeError, "got ndarray"),
     "a point": (lambda: labels().posterior(X[0]), ValueError, r"single point is X\.unsqueeze"),
+    "a column too many": (
+        lambda: labels().posterior(torch.rand(5, 3)),
+        ValueError,
+        r"X: expected shape \.\.\. x n x 2, got \(5, 3\)",
+    ),
     "a point to condition on": (
         lambda: labels().condition_on_observations(X[0], Y[0].round()),
         ValueError,
@@ -586,9 +591,13 @@ def test_what_cannot_be_forgotten_is_named() -> None:
 
 
 def test_precision_of_inputs() -> None:
-    model = SequentialGP(X, Y, covar_module=make_kernel())
-    with pytest.raises(TypeError, match=r"inputs: expected torch.float64 .* got torch.float32"):
-        model.variational_strategy.converge(X.float(), Y.squeeze(-1).float(), model.likelihood)
+    model = SequentialGP(X.float(), Y.float(), covar_module=make_kernel().float())
+    with pytest.raises(TypeError, match=r"inputs: expected torch.float32 .* got torch.float64"):
+        model.variational_strategy.converge(X, Y.squeeze(-1), model.likelihood, add=True)
+    with pytest.raises(TypeError, match=r"X: expected torch.float32 .* got torch.float64"):
+        model.condition_on_observations(X, Y)
+    model.update(X, Y, learn=False)  # converts, as it stores what it is given
+    assert model.double().condition_on_observations(X.float(), Y.float()).num_data == 40
 
 
 def test_the_state_of_a_stream_in_a_model_with_data() -> None:

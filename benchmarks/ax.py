@@ -57,7 +57,7 @@ INITIAL_NODES = ("CenterOfSearchSpace", "Sobol")
 SIZES, STEPS = (50, 100, 200, 300), 6
 
 #: Trials of the long experiment.
-LONG = 150
+LONG = 300
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:

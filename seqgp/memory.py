@@ -71,11 +71,11 @@ class MemoryOptions:
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
         seed: Seed of the draws.
         replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
-            observation that is not Gaussian keeps the site that it had, which says little about
-            classes that nobody had seen by then. With 0 (the default) that has to do. With 1 the
-            summary does not count; instead every remembered observation counts for all those that
-            it was drawn from, by the inverse of the probability of being kept. In between, each
-            counts in part.
+            observation that is not Gaussian keeps the site that it had, which grows stale as the
+            posterior moves on. With 0 (the default) that has to do. With 1 the summary does not
+            count; instead every remembered observation counts for all those that it was drawn
+            from, by the inverse of the probability of being kept: for a memory that is large, and
+            a posterior that moves far. In between, each counts in part.
         balance: Whether the classes of a classification share the places evenly, as far as there
             are enough of each.
 

@@ -263,6 +263,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.num_updates = 0
         self.stream_mode = "pseudo-likelihood"
         self.num_seen = train_X.shape[-2]
+        self.classes_seen: tuple[int, ...] = ()
+        self._note_classes()
         self.to(train_X)
         self.refresh()
         self.eval()

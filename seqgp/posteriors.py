@@ -33,7 +33,8 @@ from torch.distributions import (
 )
 
 from seqgp.distributions import LogitNormalBinomial
-from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples, softmax_normaliser
+from seqgp.dual.sites import NUM_BASE_SAMPLES, base_samples
+from seqgp.dual.softmax import softmax_normaliser
 from seqgp.likelihoods import OverdispersedBinomialLikelihood
 
 #: Nodes for the moments of observations; GPyTorch's own 20 are few for heavy right tails.

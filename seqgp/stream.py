@@ -30,6 +30,7 @@ from torch import Tensor
 from seqgp.dual import Sites, summary_noise
 from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import is_conjugate, precision_floor
+from seqgp.dual.softmax import is_softmax
 from seqgp.fit import clamp_to_bounds, turning_back
 from seqgp.inducing import choose_inducing_points, cluster_inducing_points
 from seqgp.likelihoods import OrdinalLikelihood
@@ -213,6 +214,7 @@ class StreamMixin:
             density = self.log_predictive_density(X, targets, **arguments)
             stands_for = self._stands_for() if learn else None
             self._extend(X, targets, arguments)
+            self._note_classes()
             if inducing in ("adapt", "both"):
                 allocator = self._inducing_point_allocator
                 if mode == "paper" and allocator is None:
@@ -235,7 +237,8 @@ class StreamMixin:
                 weights = self._replay_weights()
                 start = sites if weights is None else Sites(*(weights * each for each in sites))
                 with torch.no_grad():
-                    bound, _ = self.bound(start, max_steps=site_steps)
+                    # Sites that were not to converge are not to do so for the sake of the record.
+                    bound, _ = self.bound(start, max_steps=None if site_steps is None else 1)
             limits = memory.at(self.num_seen + num_new)
             classes = self._classes() if memory.balance else None
             kept = limits.choose(leverage, num_new, self.num_updates, classes)
@@ -244,11 +247,10 @@ class StreamMixin:
             if mode == "paper":
                 remember(self, kept)
             else:
-                self._fold_all_but(kept, sites, discount)
+                changed = self._fold_all_but(kept, sites, discount)
                 # What is folded keeps its sites, so the posterior stays, unless old data fade or
-                # sites of negative precision, which cannot be folded, have been cut off, or the
-                # memory counts for what has been folded.
-                if discount != 1 or memory.replay or precision_floor(self.likelihood) is None:
+                # the memory counts for what has been folded.
+                if changed or discount != 1 or memory.replay:
                     # Not far from where it was.
                     self.refresh(max_steps=None if site_steps is None else -(-site_steps // 2))
             self.stream_mode = mode
@@ -636,23 +638,48 @@ class StreamMixin:
         sites = Sites(sites.lam, sites.beta.expand_as(sites.lam))
         return sites, _sum_over_batch(sites.beta * variance)
 
-    def _fold_all_but(self: Any, kept: Tensor, sites: Sites, discount: float) -> None:
-        """Fold what is not kept into the summary."""
+    def _note_classes(self: Any) -> None:
+        """Which classes of a softmax there have been so far."""
+        if is_softmax(self.likelihood):
+            now = self.train_targets.unique().long().tolist()
+            self.classes_seen = tuple(sorted({*self.classes_seen, *now}))
+
+    def _unseen_classes(self: Any) -> Tensor | None:
+        """``c``, which classes of a softmax nobody has seen yet; ``None`` if there are none."""
+        if not is_softmax(self.likelihood) or len(self.classes_seen) >= self.likelihood.num_classes:
+            return None
+        unseen = self.train_targets.new_ones(self.likelihood.num_classes, dtype=torch.bool)
+        unseen[list(self.classes_seen)] = False
+        return unseen
+
+    def _fold_all_but(self: Any, kept: Tensor, sites: Sites, discount: float) -> bool:
+        """Fold what is not kept into the summary, with its sites, but for those of new classes.
+
+        The latent of a class that nobody has seen yet will rise somewhere once it comes. Where
+        others are certain, their own sites would not object: a certain choice has no curvature.
+        Those of a lower bound do.
+
+        Returns:
+            Whether the posterior is another now: because of such sites, or of those of negative
+            precision, which cannot be folded and have been cut off.
+        """
         gone = torch.ones(self.num_data, dtype=torch.bool, device=kept.device)
         gone[kept] = False
-        index = gone.nonzero().squeeze(-1)
+        index, unseen = gone.nonzero().squeeze(-1), self._unseen_classes()
         if len(index) or discount != 1.0:
             X, Y, arguments = self.training_data()
             data = Observations(X, Y, self.likelihood, arguments).select(index)
+            sites = Sites(sites.lam[..., index], sites.beta[..., index])
+            if unseen is not None:
+                sites, _ = self.variational_strategy.sites(
+                    data.inputs, data.targets, self.likelihood, unseen, **data.arguments
+                )
             self.variational_strategy.fold(
-                data.inputs,
-                data.targets,
-                Sites(sites.lam[..., index], sites.beta[..., index]),
-                self.likelihood,
-                discount,
-                **data.arguments,
+                data.inputs, data.targets, sites, self.likelihood, discount, **data.arguments
             )
         self._select(kept)
+        bounded = unseen is not None and len(index) > 0
+        return bounded or precision_floor(self.likelihood) is None
 
     def constrained_hyperparameters(self: Any) -> dict[str, Tensor]:
         """All hyperparameters by name, with their constraints applied."""
@@ -695,7 +722,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
     modules = [(m, dict(m._buffers), dict(m._parameters)) for m in model.modules()]
     data = (model.train_inputs, model.train_targets, model.likelihood_arguments)
     training, weights = model.training, model.memory_weights
-    counts = model.num_updates, model.num_seen, model.stream_mode
+    counts = model.num_updates, model.num_seen, model.stream_mode, model.classes_seen
     share = model.variational_strategy.summary_share
     try:
         yield
@@ -708,7 +735,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
                 parameter.copy_(value)
         model.train_inputs, model.train_targets, model.likelihood_arguments = data
         model.memory_weights = weights
-        model.num_updates, model.num_seen, model.stream_mode = counts
+        model.num_updates, model.num_seen, model.stream_mode, model.classes_seen = counts
         model.variational_strategy.summary_share = share
         model.variational_strategy._clear_cache()
         model.train(training)

@@ -43,6 +43,7 @@ from seqgp.dual import (
     posterior_variance,
     rebase_summary,
     scaled_cholesky,
+    softmax_bound_sites,
     solve_lower,
     summary_noise,
     tie,
@@ -430,6 +431,7 @@ class DualVariationalStrategy(DualState):
         inputs: Tensor,
         targets: Tensor,
         likelihood: Likelihood | None = None,
+        unseen: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Sites, Tensor]:
         """Sites of observations under the present posterior, and its variances there.
@@ -438,6 +440,8 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
+            unseen: ``c``, which classes of a softmax nobody has seen yet. The sites of their
+                latents are those of a bound, `seqgp.dual.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -451,7 +455,14 @@ class DualVariationalStrategy(DualState):
         mean = posterior_mean(batch.A, state.factors)
         variance = posterior_variance(batch.A, batch.unexplained, state.factors)
         expected = batch.evaluate(batch.prior_mean + mean, variance)
-        return make_sites(expected, mean), variance
+        site = make_sites(expected, mean)
+        if unseen is not None:
+            prior_mean = batch.prior_mean.expand_as(mean)
+            latents = (prior_mean + mean).mT, variance.mT, prior_mean.mT
+            bound = softmax_bound_sites(data.targets, *latents)
+            pairs = zip(bound, site, strict=True)
+            site = Sites(*(torch.where(unseen.unsqueeze(-1), b.mT, s) for b, s in pairs))
+        return site, variance
 
     @torch.no_grad()
     def fold(

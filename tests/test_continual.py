@@ -13,6 +13,7 @@ from gpytorch.means import ZeroMean
 from torch import Tensor
 
 from seqgp import SequentialGP
+from seqgp.dual import expectations, softmax_bound_sites
 from seqgp.dual.sites import base_samples
 from seqgp.kernels import median_distance
 from seqgp.memory import MemoryOptions
@@ -111,19 +112,72 @@ def test_a_class_that_nobody_had_seen() -> None:
     assert float(probabilities(model, new[0])[:, 2].mean()) > 0.7
 
 
-def test_without_replay_old_classes_give_way() -> None:
-    """What replay is for: sites of class 0 know nothing of class 2, and have to resist it."""
+def log_density_of_a_stream(memory: MemoryOptions) -> float:
+    """Mean log density of test data after three classes, one after the other."""
     X, Y = blobs(300)
     test_X, test_Y = blobs(300, seed=1)
-    found = {}
-    for replay in (0.0, 1.0):
-        model = model_of(X[:0], Y[:0])
-        for x, y in by_class(X, Y):
-            memory = MemoryOptions(capacity=None, per_update=10, replay=replay)
-            model.update(x, y, memory=memory, learn=False)
-        p = probabilities(model, test_X)
-        found[replay] = float(p.gather(-1, test_Y.long()).log().mean())
-    assert found[1.0] > found[0.0]
+    model = model_of(X[:0], Y[:0])
+    for x, y in by_class(X, Y):
+        model.update(x, y, memory=memory, learn=False)
+    return float(probabilities(model, test_X).gather(-1, test_Y.long()).log().mean())
+
+
+def test_classes_are_remembered_without_a_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites of class 0 must resist a class 2 that nobody has seen; those of a bound do."""
+    nothing = MemoryOptions(policy="none")
+    X, Y = blobs(300)
+    whole = probabilities(model_of(X, Y), blobs(300, seed=1)[0])
+    offline = float(whole.gather(-1, blobs(300, seed=1)[1].long()).log().mean())
+    bounded = log_density_of_a_stream(nothing)
+    monkeypatch.setattr(SequentialGP, "_unseen_classes", lambda self: None)
+    tangent = log_density_of_a_stream(nothing)
+    assert offline - bounded < 0.5 * (offline - tangent)
+    assert bounded > offline - 0.15
+
+
+def test_replay_is_nearer_to_batch_learning() -> None:
+    found = [
+        log_density_of_a_stream(MemoryOptions(capacity=None, per_update=10, replay=replay))
+        for replay in (0.0, 1.0)
+    ]
+    assert found[1] > found[0]
+
+
+def test_what_is_folded_of_classes_to_come_is_the_bound() -> None:
+    """The summary, densely: own sites for the class that there is, the bound's for the others."""
+    X, Y = blobs(30)
+    x, y = by_class(X, Y)[0]
+    model = model_of(X[:0], Y[:0])
+    model.update(x, y, memory=EVERYTHING, learn=False)
+    strategy = model.variational_strategy
+    K = model.covar_module(strategy.inducing_points).to_dense()
+    K_zx = model.covar_module(strategy.inducing_points, x).to_dense()
+    A = torch.linalg.solve(torch.linalg.cholesky(K), K_zx)
+    (mean, variance), y = latents(model, x), y.squeeze(-1)
+    own = expectations(model.likelihood, y, mean, variance)
+    bound = softmax_bound_sites(y, mean, variance, torch.zeros_like(mean))
+    beta = torch.cat([own.beta[:, :1], bound.beta[:, 1:]], -1).mT
+    lam = torch.cat([(own.alpha + own.beta * mean)[:, :1], bound.lam[:, 1:]], -1).mT
+    model.update(X[:0], Y[:0], memory=MemoryOptions(policy="none"), learn=False)
+    assert model.classes_seen == (0,)
+    summary = strategy.counted_summary.duals
+    assert_close(summary.B, A @ (beta.unsqueeze(-1) * A.mT), 1e-5)
+    assert_close(summary.lam, (A @ lam.unsqueeze(-1)).squeeze(-1), 1e-5)
+
+
+def test_classes_that_have_been_seen() -> None:
+    X, Y = blobs(90)
+    (first, second, third), none = by_class(X, Y), MemoryOptions(policy="none")
+    model = model_of(*first)
+    assert model.classes_seen == (0,)
+    model.update(*third, memory=none, learn=False)
+    assert model.classes_seen == (0, 2)
+    with pytest.raises(ValueError, match="NaN"):
+        model.update(torch.full_like(second[0], torch.nan), second[1], memory=none)
+    assert model.classes_seen == (0, 2)
+    model.update(*second, memory=none, learn=False)
+    assert model.classes_seen == (0, 1, 2)
+    assert model._unseen_classes() is None
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])

@@ -19,7 +19,7 @@ from seqgp import SequentialGP
 from seqgp.dual import Batch, converge, factorise, scaled_cholesky, solve_lower, zero_duals
 from seqgp.dual.linalg import relative_jitter
 from seqgp.dual.posterior import Factors, posterior_mean, posterior_variance, unexplained_variance
-from seqgp.dual.sites import softmax_normaliser
+from seqgp.dual.softmax import softmax_normaliser
 from seqgp.inducing import cluster_inducing_points
 from seqgp.memory import MemoryOptions
 from seqgp.observations import Observations
@@ -32,10 +32,17 @@ REPLAY = 1.0
 PASSES = 14
 
 
-def empty_model(tasks: Tasks) -> SequentialGP:
+class OwnSites(SequentialGP):
+    """Folds all observations with their own sites, also of classes that nobody has seen yet."""
+
+    def _unseen_classes(self) -> None:
+        return None
+
+
+def empty_model(tasks: Tasks, kind: type[SequentialGP] = SequentialGP) -> SequentialGP:
     """A model that has seen nothing."""
     X, y = tasks.tasks[0][0]
-    return SequentialGP(
+    return kind(
         X[:0],
         y[:0].unsqueeze(-1),
         likelihood=tasks.likelihood(),
@@ -55,10 +62,14 @@ def probabilities(model: SequentialGP, X: Tensor) -> Tensor:
 
 
 def stream(
-    tasks: Tasks, memory: MemoryOptions, learn: bool = False, **options: Any
+    tasks: Tasks,
+    memory: MemoryOptions,
+    learn: bool = False,
+    kind: type[SequentialGP] = SequentialGP,
+    **options: Any,
 ) -> Iterator[SequentialGP]:
     """The model after each task; options of `SequentialGP.update`."""
-    model = empty_model(tasks)
+    model = empty_model(tasks, kind)
     model.paper_removes_memory = False  # as the authors do here
     for task in tasks.tasks:
         for X, y in task:
@@ -112,10 +123,11 @@ def paper(tasks: Tasks, policy: str = "leverage", steps: int = 20) -> Iterator[P
 def bui(tasks: Tasks, steps: int = 5) -> Iterator[Predict]:
     """Bui et al. (2017): what is kept of the past is the posterior of the inducing values.
 
-    Their bound is that of our summary without a memory; hyperparameters are learnt by ``steps`` of
-    L-BFGS a batch, and new inputs take the places of some inducing points.
+    Their bound is that of our summary without a memory and with observations' own sites;
+    hyperparameters are learnt by ``steps`` of L-BFGS a batch, and new inputs take the places of
+    some inducing points.
     """
-    return without_memory(tasks, learn=True, steps=steps)
+    return without_memory(tasks, learn=True, steps=steps, kind=OwnSites)
 
 
 def offline(tasks: Tasks, passes: int = 25) -> Iterator[Predict]:

@@ -64,6 +64,7 @@ from seqgp.dual.posterior import (
 )
 from seqgp.dual.projection import project, recentre, transport_matrix
 from seqgp.dual.sites import Expectations, Sites, expectations, expected_log_prob, sites
+from seqgp.dual.softmax import softmax_bound_sites, softmax_normaliser
 from seqgp.dual.summary import (
     Basis,
     Summary,
@@ -113,6 +114,8 @@ __all__ = [
     "recentre",
     "scaled_cholesky",
     "sites",
+    "softmax_bound_sites",
+    "softmax_normaliser",
     "solve_lower",
     "summary_noise",
     "tie",

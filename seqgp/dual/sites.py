@@ -59,9 +59,6 @@ _LOG_CONCAVE = (
 #: Base samples for likelihoods of several latents (in antithetic pairs, from a Sobol sequence).
 NUM_BASE_SAMPLES = 256
 
-#: Elements of the samples of several latents that are worked on together.
-_SAMPLES_AT_A_TIME = 2**17
-
 
 class Expectations(NamedTuple):
     """What a likelihood says about ``q(f)``: log probability, gradient and curvature.
@@ -97,7 +94,7 @@ def sites(expected: Expectations, centred_mean: Tensor, min_precision: float | N
     return Sites(expected.alpha + beta * centred_mean, beta)
 
 
-def _rule(
+def rule_for(
     function: Any, *kinds: type[Likelihood]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a rule for likelihoods as GPyTorch ships them.
@@ -143,7 +140,7 @@ def expected_log_prob(
     Returns:
         A ``... x n`` tensor.
     """
-    mean, variance = _per_target(likelihood, targets, mean, variance)
+    mean, variance = per_target(likelihood, targets, mean, variance)
     if has_one_latent(likelihood):
         marginals = MultivariateNormal(mean, DiagLinearOperator(variance))
         return likelihood.expected_log_prob(targets, marginals, **kwargs)
@@ -154,7 +151,7 @@ def expected_log_prob(
     )
 
 
-@_rule(expected_log_prob, LaplaceLikelihood)
+@rule_for(expected_log_prob, LaplaceLikelihood)
 def _laplace_log_prob(
     likelihood: LaplaceLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
@@ -171,7 +168,7 @@ def _laplace_log_prob(
     return -folded / scale - (2 * scale).log()
 
 
-@_rule(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
+@rule_for(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
 def _quadrature_log_prob(
     likelihood: _OneDimensionalLikelihood,
     targets: Tensor,
@@ -211,8 +208,8 @@ def expectations(
         if not create_graph:
             mean, variance = mean.detach(), variance.detach()
         # The derivatives are per observation: each needs a mean and a variance of its own.
-        mean, variance = _per_target(likelihood, targets, mean, variance)
-        mean, variance = mean.clone(), _resolved(variance)
+        mean, variance = per_target(likelihood, targets, mean, variance)
+        mean, variance = mean.clone(), resolved(variance)
         if mean.numel() == 0:  # which not all distributions know how to deal with
             log_prob = mean if has_one_latent(likelihood) else mean[..., 0]
             return Expectations(log_prob, mean, variance)
@@ -252,13 +249,13 @@ def _gaussian(
 expectations.register(GaussianLikelihoodWithMissingObs, expectations.dispatch(object))
 
 
-@_rule(expectations, BernoulliLikelihood)
+@rule_for(expectations, BernoulliLikelihood)
 def _bernoulli(
     likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Expectations:
     r"""Probit: :math:`g(f) = \log\Phi(sf)`, :math:`s = 2y - 1`, :math:`g' = s \phi / \Phi`."""
     nodes, weights = _nodes(likelihood, targets, mean)
-    spread = (2 * _resolved(variance)).sqrt()
+    spread = (2 * resolved(variance)).sqrt()
     sign = 2 * targets - 1
     signed = sign * (mean + spread * nodes)
     log_cdf = torch.special.log_ndtr(signed)
@@ -279,7 +276,7 @@ def _inverse_mills_ratio(x: Tensor, log_cdf: Tensor) -> Tensor:
     return torch.where(x < -tail, series, log_ratio.clamp_max(math.log(2 * tail)).exp())
 
 
-@_rule(expectations, PoissonLikelihood)
+@rule_for(expectations, PoissonLikelihood)
 def _poisson(
     likelihood: PoissonLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Expectations:
@@ -288,14 +285,14 @@ def _poisson(
     As :math:`r' = 1 - e^{-r}`, :math:`g' = (y - r) (1 - e^{-r}) / r`.
     """
     nodes, weights = _nodes(likelihood, targets, mean)
-    spread = (2 * _resolved(variance)).sqrt()
+    spread = (2 * resolved(variance)).sqrt()
     rate, log_rate = _softplus(mean + spread * nodes)
     slope = (rate - targets) * torch.expm1(-rate) / rate
     value, alpha, beta = _from_slopes(targets * log_rate - rate, slope, nodes, weights, spread)
     return Expectations(value - torch.lgamma(targets + 1), alpha, beta)
 
 
-@_rule(expectations, BinomialLikelihood)
+@rule_for(expectations, BinomialLikelihood)
 def _binomial(
     likelihood: BinomialLikelihood,
     targets: Tensor,
@@ -309,7 +306,7 @@ def _binomial(
     Logit: :math:`g' = y - N F(f)`; probit: :math:`g' = y \phi/\Phi(f) - (N - y) \phi/\Phi(-f)`.
     """
     nodes, weights = _nodes(likelihood, targets, mean)
-    spread = (2 * _resolved(variance)).sqrt()
+    spread = (2 * resolved(variance)).sqrt()
     f, N = mean + spread * nodes, likelihood._totals(mean, total_count)
     if likelihood.link == "logit":
         value, slope = targets * f - N * torch.nn.functional.softplus(f), targets - N * f.sigmoid()
@@ -323,7 +320,7 @@ def _binomial(
     return Expectations(value + log_choose, alpha, beta)
 
 
-@_rule(expectations, OverdispersedBinomialLikelihood)
+@rule_for(expectations, OverdispersedBinomialLikelihood)
 def _overdispersed_binomial(
     likelihood: OverdispersedBinomialLikelihood,
     targets: Tensor,
@@ -334,106 +331,10 @@ def _overdispersed_binomial(
 ) -> Expectations:
     """The slope of the log probability comes with it."""
     nodes, weights = _nodes(likelihood, targets, mean)
-    spread = (2 * _resolved(variance)).sqrt()
+    spread = (2 * resolved(variance)).sqrt()
     N, f = likelihood._totals(mean, total_count), mean + spread * nodes
     value, slope = log_prob_and_slope(targets, N, f, likelihood.nugget)
     return _from_slopes(value, slope, nodes, weights, spread)
-
-
-@_rule(expected_log_prob, SoftmaxLikelihood)
-def _softmax_log_prob(
-    likelihood: SoftmaxLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
-) -> Tensor:
-    r""":math:`E[f_y] - E[\log \sum_k e^{f_k}]`, of which only the first term knows the class."""
-    if likelihood.mixing_weights is not None:
-        rule: Any = expected_log_prob.dispatch(object)
-        return rule(likelihood, targets, mean, variance, **kwargs)
-    mean, variance = _per_target(likelihood, targets, mean, variance)
-    normaliser: Tensor = _ExpectedNormaliser.apply(mean, variance)
-    return mean.gather(-1, _class_index(targets, mean)).squeeze(-1) - normaliser
-
-
-@_rule(expectations, SoftmaxLikelihood)
-def _softmax_expectations(
-    likelihood: SoftmaxLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
-) -> Expectations:
-    r""":math:`\alpha_k = [y = k] - E[p_k]` and :math:`\beta_k = E[p_k (1 - p_k)]`."""
-    if likelihood.mixing_weights is not None:
-        rule: Any = expectations.dispatch(object)
-        return rule(likelihood, targets, mean, variance, **kwargs)
-    mean, variance = _per_target(likelihood, targets, mean, variance)
-    normaliser, probability, curvature = softmax_normaliser(mean, variance)
-    index = _class_index(targets, mean)
-    log_prob = mean.gather(-1, index).squeeze(-1) - normaliser
-    one_hot = torch.zeros_like(mean).scatter(-1, index, 1.0)
-    return Expectations(log_prob, one_hot - probability, curvature)
-
-
-def _class_index(targets: Tensor, latents: Tensor) -> Tensor:
-    """``... x 1`` indices of the targets' classes among latents (or logits) ``... x c``."""
-    return targets.long().unsqueeze(-1).expand(*latents.shape[:-1], 1)
-
-
-class _ExpectedNormaliser(torch.autograd.Function):
-    """The first of what `softmax_normaliser` returns, without the graph of its samples.
-
-    Its derivatives are known by the time it is; a derivative of these goes through the samples.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, variance: Tensor) -> Tensor:
-        normaliser, probability, curvature = softmax_normaliser(mean, variance)
-        ctx.save_for_backward(mean, variance, probability, curvature)
-        return normaliser
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        mean, variance, probability, curvature = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            _, probability, curvature = softmax_normaliser(mean, variance)
-        grad = grad.unsqueeze(-1)
-        return grad * probability, 0.5 * grad * curvature
-
-
-def softmax_normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The expectation of :math:`s(f) = \log \sum_k e^{f_k}`, and its derivatives.
-
-    On base samples :math:`f_k = m_k + \sqrt{v_k} z_k`, with :math:`p = \nabla s` the classes'
-    probabilities, :math:`\partial_{m_k} E[s] = E[p_k]` and
-    :math:`2 \partial_{v_k} E[s] = E[p_k z_k] / \sqrt{v_k}`, exactly those of the average. In exact
-    arithmetic the latter is :math:`E[p_k (1 - p_k)] \ge 0`, by Stein's lemma. A few observations
-    at a time, so that their samples stay in the processor's cache.
-
-    Args:
-        mean: ``... x n x c``.
-        variance: ``... x n x c``.
-
-    Returns:
-        ``... x n``, ``... x n x c`` and ``... x n x c``.
-    """
-    c = mean.shape[-1]
-    z = base_samples(c, NUM_BASE_SAMPLES, mean.dtype, mean.device).mT.unsqueeze(1)  # c x 1 x s
-    size = max(_SAMPLES_AT_A_TIME // (c * z.shape[-1]), 1)
-    means, scales = mean.reshape(-1, c).mT, _resolved(variance).sqrt().reshape(-1, c).mT
-    parts = []
-    for m, scale in zip(means.split(size, -1), scales.split(size, -1), strict=True):
-        f = m.unsqueeze(-1) + scale.unsqueeze(-1) * z  # c x k x s
-        top = f.detach().amax(0)
-        weight = (f - top).exp()
-        total = weight.sum(0)
-        p = weight / total
-        parts.append(((top + total.log()).mean(-1), p.mean(-1), (p * z).mean(-1) / scale))
-    if not parts:
-        return mean[..., 0], mean, variance
-    normaliser, probability, curvature = (
-        torch.cat([part[i] for part in parts], -1) for i in range(3)
-    )
-    shape = mean.shape
-    return (
-        normaliser.reshape(shape[:-1]),
-        probability.mT.reshape(shape),
-        curvature.mT.reshape(shape),
-    )
 
 
 def _from_slopes(
@@ -517,7 +418,7 @@ def observation_noise(
     return noise.expand(*noise.shape[:-1], num_data)
 
 
-def _per_target(
+def per_target(
     likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance, expanded to the batch shape of the targets."""
@@ -526,7 +427,7 @@ def _per_target(
     return mean.expand(shape), variance.expand(shape)
 
 
-def _resolved(variance: Tensor) -> Tensor:
+def resolved(variance: Tensor) -> Tensor:
     """The variance, or the smallest at which quadrature can see a curvature, as a new tensor.
 
     Below it GPyTorch clamps, and the derivative with respect to the variance would be zero.
@@ -546,18 +447,7 @@ def conditional_log_prob(
     return likelihood.forward(samples, **kwargs).log_prob(targets)
 
 
-@_rule(conditional_log_prob, SoftmaxLikelihood)
-def _softmax(
-    likelihood: SoftmaxLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
-) -> Tensor:
-    """Not through `forward`: it transposes its input whenever ``n`` equals ``c``."""
-    weights = likelihood.mixing_weights
-    logits = samples if weights is None else samples @ weights.mT
-    log_probs = logits.log_softmax(-1)
-    return log_probs.gather(-1, _class_index(targets, log_probs)).squeeze(-1)
-
-
-@_rule(conditional_log_prob, BernoulliLikelihood)
+@rule_for(conditional_log_prob, BernoulliLikelihood)
 def _probit(
     likelihood: BernoulliLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
@@ -565,7 +455,7 @@ def _probit(
     return torch.special.log_ndtr((2 * targets - 1) * samples)
 
 
-@_rule(conditional_log_prob, PoissonLikelihood)
+@rule_for(conditional_log_prob, PoissonLikelihood)
 def _count(
     likelihood: PoissonLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
@@ -573,7 +463,7 @@ def _count(
     return targets * log_rate - rate - torch.lgamma(targets + 1)
 
 
-@_rule(conditional_log_prob, NegativeBinomialLikelihood)
+@rule_for(conditional_log_prob, NegativeBinomialLikelihood)
 def _overdispersed_count(
     likelihood: NegativeBinomialLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:

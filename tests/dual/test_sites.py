@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 
 import mpmath
-import numpy as np
 import pytest
 import torch
 from gpytorch import likelihoods as gl
@@ -19,7 +17,6 @@ from torch.distributions import Normal, Poisson
 from seqgp.dual import Expectations, expectations, expected_log_prob, sites
 from seqgp.dual.predictive import log_predictive
 from seqgp.dual.sites import (
-    NUM_BASE_SAMPLES,
     conditional_log_prob,
     has_one_latent,
     is_conjugate,
@@ -86,119 +83,6 @@ def test_one_latent_against_adaptive_quadrature(name: str) -> None:
     ]
     # 20 Gauss-Hermite nodes are exact for these, but for the tails of Student's t.
     assert_close(actual, torch.stack(expected), 1e-6 if name == "student_t" else 1e-10)
-
-
-@pytest.mark.parametrize("name", ["softmax", "softmax_mixing"])
-# Quasi-Monte-Carlo errors: in the third digit with the default number of samples.
-@pytest.mark.parametrize(("num_samples", "tol"), [(NUM_BASE_SAMPLES, 5e-3), (2**15, 1e-4)])
-@torch.no_grad()
-def test_softmax_against_product_quadrature(
-    name: str, num_samples: int, tol: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = importlib.import_module("seqgp.dual.sites")  # the package's `sites` is the function
-    monkeypatch.setattr(module, "NUM_BASE_SAMPLES", num_samples)
-    likelihood, n, c = CASES[name].make(), 4, 3
-    (mean, variance), y = marginals(name, n), observations(name, n)
-    nodes, weights = map(torch.as_tensor, np.polynomial.hermite_e.hermegauss(16))
-    z = torch.cartesian_prod(*[nodes] * c).unsqueeze(1)  # nodes x 1 x c
-    weights = torch.cartesian_prod(*[weights / weights.sum()] * c).prod(-1).reshape(-1, 1, 1)
-    f = mean + variance.sqrt() * z
-    if likelihood.mixing_weights is not None:
-        f = f @ likelihood.mixing_weights.mT
-    log_prob = f.log_softmax(-1).gather(-1, y.reshape(1, n, 1).expand(len(f), n, 1))
-    expected = (
-        (weights * log_prob).sum(0).squeeze(-1),
-        (weights * log_prob * z).sum(0) / variance.sqrt(),
-        -(weights * log_prob * (z**2 - 1)).sum(0) / variance,
-    )
-    actual = expectations(likelihood, y, mean, variance)
-    for got, want in zip(actual, expected, strict=True):
-        assert_close(got, want, tol)
-
-
-def ten_classes(mean: np.ndarray, variance: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    r"""``E[log sum exp f]``, ``E[p]`` and ``E[p (1 - p)]``, for any number of classes.
-
-    With Gumbel noise, ``log sum exp f`` is the mean of ``max(f + g)`` less Euler's constant, and
-    the distribution function of a maximum is a product: one integral instead of ten,
-    ``F_k(t) = E[exp(-exp(f_k - t))]`` being one of one variable. ``E[p_k]`` is the probability that
-    class k attains the maximum. The derivatives with respect to the variances are differences.
-    """
-    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
-    weights = weights / weights.sum()
-
-    def normaliser(mean: np.ndarray, variance: np.ndarray) -> float:
-        f = mean[:, None] + np.sqrt(variance)[:, None] * nodes
-        low, high = f[:, weights > 1e-16].min() - 5, f[:, weights > 1e-16].max() + 40
-        t = np.linspace(low, high, 6001)
-        cdf = np.exp(-np.exp(np.clip(f[:, :, None] - t, -745, 700)))
-        product = (weights[None, :, None] * cdf).sum(1).prod(0)
-        above = high - integrate.simpson(product, x=t)  # E[max] = high - int F, if F(low) = 0
-        return float(above - np.euler_gamma)
-
-    def derivative(which: int, k: int) -> float:
-        step = np.zeros_like(mean)
-        step[k] = 1e-4
-        up, down = (
-            (mean + s, variance) if which == 0 else (mean, variance + s) for s in (step, -step)
-        )
-        return (normaliser(*up) - normaliser(*down)) / 2e-4
-
-    p = np.array([derivative(0, k) for k in range(len(mean))])
-    curvature = np.array([2 * derivative(1, k) for k in range(len(mean))])
-    return normaliser(mean, variance), p, curvature
-
-
-def test_the_integral_of_ten_classes_is_right() -> None:
-    """The oracle itself: two classes are one difference, a Gaussian."""
-    mean, variance = np.array([0.3, -0.8]), np.array([0.5, 1.2])
-    z, w = np.polynomial.hermite_e.hermegauss(60)
-    d = mean[1] - mean[0] + math.sqrt(variance.sum()) * z
-    expected = mean[0] + float((w / w.sum()) @ np.logaddexp(0, d))
-    assert ten_classes(mean, variance)[0] == pytest.approx(expected, abs=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "spread", "scale", "tol"),
-    [
-        (NUM_BASE_SAMPLES, 1.0, 0.3, 2.5e-3),
-        (NUM_BASE_SAMPLES, 3.0, 1.0, 8e-3),
-        (NUM_BASE_SAMPLES, 3.0, 10.0, 3e-2),
-        (2**15, 1.0, 0.3, 1e-4),
-        (2**15, 3.0, 1.0, 1e-4),
-        (2**15, 3.0, 10.0, 4e-3),
-    ],
-)
-@torch.no_grad()
-def test_softmax_of_ten_classes_against_brute_force(
-    num_samples: int, spread: float, scale: float, tol: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Quasi-Monte-Carlo errors, which grow with the variance and vanish with more samples."""
-    module = importlib.import_module("seqgp.dual.sites")
-    monkeypatch.setattr(module, "NUM_BASE_SAMPLES", num_samples)
-    generator = torch.Generator().manual_seed(0)
-    mean = spread * torch.randn(3, 10, generator=generator, dtype=torch.float64)
-    variance = scale * (0.5 + torch.rand(3, 10, generator=generator, dtype=torch.float64))
-    y = torch.tensor([0, 4, 9])
-    likelihood = gl.SoftmaxLikelihood(10, 10, mixing_weights=False)
-    actual = expectations(likelihood, y, mean, variance)
-    for i in range(3):
-        value, p, curvature = ten_classes(mean[i].numpy(), variance[i].numpy())
-        one_hot = np.eye(10)[y[i]]
-        assert float(actual.log_prob[i]) == pytest.approx(float(mean[i, y[i]]) - value, abs=tol)
-        np.testing.assert_allclose(actual.alpha[i], one_hot - p, atol=tol)
-        np.testing.assert_allclose(actual.beta[i], curvature, atol=tol)
-        assert float(actual.alpha[i].sum()) == pytest.approx(0, abs=1e-12)
-
-
-def test_many_observations_are_worked_on_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("seqgp.dual.sites")
-    likelihood, y = softmax(), observations("softmax", 50)
-    mean, variance = marginals("softmax", 50)
-    whole = expectations(likelihood, y, mean, variance)
-    monkeypatch.setattr(module, "_SAMPLES_AT_A_TIME", 7 * 3 * NUM_BASE_SAMPLES)
-    for got, want in zip(expectations(likelihood, y, mean, variance), whole, strict=True):
-        assert_close(got, want, 1e-13)
 
 
 @all_likelihoods

@@ -74,8 +74,9 @@ def test_everything_is_in_the_site(built: Path) -> None:
     ]
     for module, name in [*NAMES, *others]:
         assert f"{module.__name__}.{name}" in known or f"seqgp.{name}" in known, name
-    for method in ("update", "update_stream", "forget", "fantasize", "posterior", "memory"):
-        assert f"seqgp.SequentialGP.{method}" in known
+    members = ("update", "update_stream", "forget", "fantasize", "posterior", "memory", "num_seen")
+    for member in members:
+        assert f"seqgp.SequentialGP.{member}" in known, member
 
 
 def test_pages_are_not_empty(built: Path) -> None:

@@ -29,6 +29,7 @@ class Tasks:
         test: Inputs and labels that are never learnt.
         m: The number of inducing points.
         memory: How many observations of a batch are remembered.
+        replay: For how much of what was folded the memory stands (`MemoryOptions.replay`).
         num_classes: The number of classes.
         variance: The kernel's, to begin with.
     """
@@ -37,6 +38,7 @@ class Tasks:
     test: tuple[Tensor, Tensor]
     m: int
     memory: int
+    replay: float
     num_classes: int = 10
     variance: float = 20.0
 
@@ -77,6 +79,8 @@ class DataSet:
         batch: How many images a batch has.
         m: The number of inducing points.
         memory: How many images of a batch are remembered.
+        replay: For how much of what was folded the memory stands. Six thousand images can stand
+            for all others, a hundred cannot (seed 100).
         dtype: The precision of everything.
         train: How many training images are used; ``None`` for all.
         test: How many test images are; ``None`` for all.
@@ -86,16 +90,17 @@ class DataSet:
     batch: int
     m: int
     memory: int
+    replay: float
     dtype: torch.dtype
     train: int | None = None
     test: int | None = None
 
 
 DATA_SETS = {
-    "mnist": DataSet("mnist", 4000, 300, 400, torch.float32),
-    "mnist, 10,000 images": DataSet("mnist", 700, 150, 70, torch.float32, 10_000, 2500),
-    "digits": DataSet("digits", 100, 100, 10, torch.float64),
-    "digits, 500 images": DataSet("digits", 50, 30, 10, torch.float64, 500, 300),
+    "mnist": DataSet("mnist", 4000, 300, 400, 1.0, torch.float32),
+    "mnist, 10,000 images": DataSet("mnist", 700, 150, 70, 1.0, torch.float32, 10_000, 2500),
+    "digits": DataSet("digits", 100, 100, 10, 0.0, torch.float64),
+    "digits, 500 images": DataSet("digits", 50, 30, 10, 0.0, torch.float64, 500, 300),
 }
 
 
@@ -150,7 +155,11 @@ def tasks_of(
             yield tensors(index[start : start + data_set.batch])
 
     return Tasks(
-        [list(batches(task)) for task in range(5)], tensors(test), data_set.m, data_set.memory
+        [list(batches(task)) for task in range(5)],
+        tensors(test),
+        data_set.m,
+        data_set.memory,
+        data_set.replay,
     )
 
 

@@ -25,9 +25,6 @@ from seqgp.memory import MemoryOptions
 from seqgp.observations import Observations
 from seqgp.posteriors import ObservationPosterior
 
-#: Of our memory, see `MemoryOptions.replay`.
-REPLAY = 1.0
-
 #: Passes over the data for the sites, each time that they are converged.
 PASSES = 14
 
@@ -88,7 +85,7 @@ def stream(
 
 def ours(
     tasks: Tasks,
-    replay: float = REPLAY,
+    replay: float | None = None,
     policy: str = "leverage",
     memory: int | None = None,
     **options: Any,
@@ -97,12 +94,13 @@ def ours(
 
     Args:
         tasks: The data.
-        replay: For how much of what was folded the memory stands.
+        replay: For how much of what was folded the memory stands; by default as the data set says.
         policy: What is remembered.
         memory: How much of each batch; by default what the data set says.
         options: As for `stream`.
     """
     number = tasks.memory if memory is None else memory
+    replay = tasks.replay if replay is None else replay
     kept = MemoryOptions(capacity=None, per_update=number, policy=policy, replay=replay)
     for model in stream(tasks, kept, **options):
         yield partial(probabilities, model)

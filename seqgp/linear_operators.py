@@ -1,4 +1,4 @@
-"""The covariance of a posterior, lazily and with shared parts."""
+"""Covariances of posteriors, lazily and with shared parts."""
 
 from __future__ import annotations
 
@@ -112,3 +112,75 @@ class PosteriorCovariance(LinearOperator):
     def repeat(self, *sizes: Any) -> LinearOperator:
         """As `torch.Tensor.repeat`."""
         return self._written_out().repeat(*sizes)
+
+
+class BorderedCovariance(LinearOperator):
+    r""":math:`\begin{pmatrix} K & B^T \\ B & C \end{pmatrix}`, with one ``K`` for a whole batch.
+
+    Acquisition functions ask for the joint posterior of a few candidates and of many points that
+    are the same for all batches of candidates, and then for the candidates' rows alone. Those are
+    here without the others.
+
+    Args:
+        common: ``k x k``, of the points that all batches have.
+        cross: ``... x q x k``, of the others with these.
+        own: ``... x q x q``, of the others.
+    """
+
+    def __init__(self, common: Tensor, cross: Tensor, own: Tensor) -> None:
+        super().__init__(common, cross, own)
+        self.common, self.cross, self.own = common, cross, own
+
+    def _size(self) -> torch.Size:
+        n = self.common.shape[-1] + self.own.shape[-1]
+        return torch.Size([*self.own.shape[:-2], n, n])
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return BorderedCovariance(self.common.mT, self.cross, self.own.mT)
+
+    def _rows(self) -> Tensor:
+        """The last ``q`` rows, ``... x q x (k + q)``."""
+        return torch.cat([self.cross, self.own], -1)
+
+    def to_dense(self) -> Tensor:
+        """The ``... x (k + q) x (k + q)`` matrix."""
+        common = self.common.expand(*self.batch_shape, *self.common.shape[-2:])
+        return torch.cat([torch.cat([common, self.cross.mT], -1), self._rows()], -2)
+
+    def _diagonal(self) -> Tensor:
+        common = self.common.diagonal().expand(*self.batch_shape, -1)
+        return torch.cat([common, self.own.diagonal(dim1=-2, dim2=-1)], -1)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.to_dense() @ rhs
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        cross, own = (
+            part.expand(*batch_shape, *part.shape[-2:]) for part in (self.cross, self.own)
+        )
+        return BorderedCovariance(self.common, cross, own)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        k = self.common.shape[-1]
+        rows = range(self.shape[-2])[row_index] if isinstance(row_index, slice) else range(0)
+        if len(rows) and rows.start >= k and rows.step > 0:
+            row_index = slice(rows.start - k, rows.stop - k, rows.step)
+            return to_linear_operator(self._rows())._getitem(row_index, col_index, *batch_indices)
+        whole = to_linear_operator(self.to_dense())
+        return whole._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
+        return to_linear_operator(self.to_dense())._get_indices(
+            row_index, col_index, *batch_indices
+        )
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return BorderedCovariance(self.common, self.cross.unsqueeze(dim), self.own.unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        order = (*dims, len(dims), len(dims) + 1)
+        return BorderedCovariance(self.common, self.cross.permute(order), self.own.permute(order))
+
+    def repeat(self, *sizes: Any) -> LinearOperator:
+        """As `torch.Tensor.repeat`."""
+        return to_linear_operator(self.to_dense()).repeat(*sizes)

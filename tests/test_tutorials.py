@@ -202,7 +202,7 @@ def test_digits(tmp_path: Path) -> None:
     assert all(len(row) == 5 for row in rows.values())
     last = {name: row[-1] for name, row in rows.items()}
     assert last["paper, no memory"] < 0.5
-    assert last["no memory"] > 0.85 and last["memory"] > 0.85
+    assert min(last["no memory"], last["memory"]) > 0.85
     assert "remembered: 50 of 500, by class [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]" in printed
     shares = printed.split("right class: ")[1].split(", ")[:2]
     low, high = (float(part.split()[0]) for part in shares)

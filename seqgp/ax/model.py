@@ -347,14 +347,17 @@ class AxSequentialGP(SequentialGP):
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
         """
-        large = inputs.shape[-2] > MAX_DENSE
-        if self.training or prior or large or self.variational_strategy.is_fantasy:
+        if self.training or prior or self.variational_strategy.is_fantasy:
             return super().__call__(inputs, prior, **kwargs)
         tensors = (*self.parameters(), *self.variational_strategy.buffers())
         key = tuple((id(tensor), tensor._version) for tensor in tensors)
         if self._predictor is None or self._predictor[0] != key:
             self._predictor = key, Predictor(self)
-        return self._predictor[1](inputs)
+        predict = self._predictor[1]
+        num_common = predict.num_common(inputs)
+        if inputs.shape[-2] - num_common > MAX_DENSE:
+            return super().__call__(inputs, prior, **kwargs)
+        return predict(inputs, num_common)
 
     def train(self, mode: bool = True) -> AxSequentialGP:
         """Set train or eval mode."""

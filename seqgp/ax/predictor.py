@@ -8,6 +8,10 @@ alone is taken from it once:
     \operatorname{Cov}[f_x, f_y] = k(x, y) - A_x^T A_y + (R^{-1} A_x)^T R^{-1} A_y,
 
 with :math:`L L^T = K_{zz}`, and :math:`q(v) = N(\bar v, (R R^T)^{-1})` the whitened posterior.
+
+Noisy expected improvement asks for the joint posterior of each candidate with all the good points
+so far, of which there may be hundreds in an experiment that has converged. What concerns these
+alone is computed once, not once a candidate.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import solve_lower
+from seqgp.linear_operators import BorderedCovariance
 
 if TYPE_CHECKING:
     from seqgp.model import SequentialGP
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 
 class Predictor:
     """A model as it is now; later changes of it are not seen.
+
+    Rows that are the same in a whole batch, and are inputs that the model was trained with, count
+    as constants: a gradient with respect to them is that of the batch, not of its members.
 
     Args:
         model: A model of one output, one latent function and no batch shape, not conditioned.
@@ -49,20 +57,54 @@ class Predictor:
         self.chol, self.R = state.chol.detach(), state.factors.R.detach()
         self.whitened_mean = state.factors.mean.detach()
         self.jitter = strategy.jitter_val
+        self.known = model.training_data()[0].detach()
 
-    def __call__(self, X: Tensor) -> MultivariateNormal:
+    def __call__(self, X: Tensor, num_common: int | None = None) -> MultivariateNormal:
         """``q(f)`` at inputs ``... x n x d``.
 
         Args:
             X: The inputs, transformed.
+            num_common: What `num_common` says of them, if it has been asked.
         """
+        k = self.num_common(X) if num_common is None else num_common
+        mean, explained, left = self._features(X[..., k:, :])
+        own = self._covariance(X[..., k:, :], explained, left)
+        if not k:
+            return MultivariateNormal(mean, own)
+        *batch, q, m = explained.shape
+        common = X.reshape(-1, *X.shape[-2:])[0, :k]
+        common_mean, common_explained, common_left = self._features(common)
+        prior = to_dense(self.kernel(X[..., k:, :].reshape(-1, X.shape[-1]), common))
+        cross = prior - explained.reshape(-1, m) @ common_explained.mT
+        cross = cross + left.reshape(-1, m) @ common_left.mT
+        covariance = BorderedCovariance(
+            self._covariance(common, common_explained, common_left),
+            cross.reshape(*batch, q, k),
+            own,
+        )
+        return MultivariateNormal(torch.cat([common_mean.expand(*batch, k), mean], -1), covariance)
+
+    def num_common(self, X: Tensor) -> int:
+        """How many inputs, from the first on, a whole batch has in common with the training set."""
+        if X.dim() == 2 or X.numel() == 0 or X.shape[:-2].numel() == 1:
+            return 0
+        members = X.detach().reshape(-1, *X.shape[-2:])
+        same = (members == members[0]).all(-1).all(0)
+        number = min(int(same.cumprod(0).sum()), X.shape[-2] - 1)
+        known = (members[0, :number].unsqueeze(-2) == self.known).all(-1).any(-1)
+        return int(known.cumprod(0).sum())
+
+    def _features(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means ``... x n``, and ``A_x`` and ``R^-1 A_x`` as rows, ``... x n x m``."""
         *batch, n, d = X.shape
-        cross = to_dense(self.kernel(self.Z, X.reshape(-1, d)))  # m x (... n)
-        A = solve_lower(self.chol, cross)
+        A = solve_lower(self.chol, to_dense(self.kernel(self.Z, X.reshape(-1, d))))  # m x (... n)
         mean = self.mean(X) + (A.mT @ self.whitened_mean).reshape(*batch, n)
         m = len(self.Z)
         both = torch.cat([A, solve_lower(self.R, A)]).mT.reshape(*batch, n, 2 * m)
-        explained, left = both[..., :m], both[..., m:]
+        return mean, both[..., :m], both[..., m:]
+
+    def _covariance(self, X: Tensor, explained: Tensor, left: Tensor) -> Tensor:
+        """``... x n x n``."""
         prior = to_dense(self.kernel(X))
         jitter = torch.diag_embed(self.jitter * prior.diagonal(dim1=-2, dim2=-1))
-        return MultivariateNormal(mean, prior + jitter - explained @ explained.mT + left @ left.mT)
+        return prior + jitter - explained @ explained.mT + left @ left.mT

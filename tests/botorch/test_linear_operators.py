@@ -10,7 +10,7 @@ from linear_operator import to_dense, to_linear_operator
 from linear_operator.test import linear_operator_test_case as contract
 from torch import Tensor
 
-from seqgp.linear_operators import PosteriorCovariance
+from seqgp.linear_operators import BorderedCovariance, PosteriorCovariance
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -99,5 +99,54 @@ class TestContract(contract.LinearOperatorTestCase, unittest.TestCase):
 
 class TestContractOfBatches(TestContract):
     """Only one of the terms has a batch."""
+
+    batch_shape = (3,)
+
+
+def make_bordered(*batch: int, k: int = 3, q: int = 2) -> tuple[BorderedCovariance, Tensor]:
+    """With its dense matrix."""
+    torch.manual_seed(0)
+    root = torch.rand(*batch, k + q, k + q)
+    root[..., :k, :] = root.reshape(-1, k + q, k + q)[0, :k]  # what all batches have
+    dense = root @ root.mT + torch.eye(k + q)
+    common = dense.reshape(-1, k + q, k + q)[0, :k, :k]
+    return BorderedCovariance(common, dense[..., k:, :k], dense[..., k:, k:]), dense
+
+
+@pytest.mark.parametrize("batch", [(), (4,), (2, 3)])
+def test_rows_of_a_bordered_covariance(
+    batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, dense = make_bordered(*batch)
+    torch.testing.assert_close(to_dense(operator), dense)
+    torch.testing.assert_close(operator.diagonal(dim1=-1, dim2=-2), dense.diagonal(0, -2, -1))
+    with monkeypatch.context() as patch:  # the last rows come without the others
+        patch.delattr(BorderedCovariance, "to_dense")
+        for rows in (slice(-2, None), slice(-1, None), slice(3, 4)):
+            torch.testing.assert_close(to_dense(operator[..., rows, :]), dense[..., rows, :])
+            torch.testing.assert_close(to_dense(operator[..., rows, 1:]), dense[..., rows, 1:])
+    for rows in (slice(0, 3), slice(2, 4), slice(None, None, 2)):
+        torch.testing.assert_close(to_dense(operator[..., rows, rows]), dense[..., rows, rows])
+    if len(batch) == 2:
+        torch.testing.assert_close(to_dense(operator[1]), dense[1])
+        torch.testing.assert_close(to_dense(operator[:, 1, -2:, :]), dense[:, 1, -2:, :])
+        permuted = to_dense(operator.permute(1, 0, 2, 3))
+        torch.testing.assert_close(permuted, dense.permute(1, 0, 2, 3))
+
+
+class TestContractOfBordered(TestContract):
+    """The common block is that of a whole batch."""
+
+    def create_linear_op(self) -> BorderedCovariance:  # type: ignore[override]
+        return make_bordered(*self.batch_shape)[0].requires_grad_(True)
+
+    def evaluate_linear_op(self, operator: BorderedCovariance) -> Tensor:  # type: ignore[override]
+        rows = torch.cat([operator.cross, operator.own], -1)
+        common = operator.common.expand(*operator.batch_shape, *operator.common.shape)
+        return torch.cat([torch.cat([common, operator.cross.mT], -1), rows], -2)
+
+
+class TestContractOfBorderedBatches(TestContractOfBordered):
+    """Several matrices."""
 
     batch_shape = (3,)

@@ -10,7 +10,7 @@ from scipy import optimize
 
 from benchmarks.baselines import lookahead
 from seqgp import BinomialLikelihood, SequentialGP
-from seqgp.acquisition import expected_reduction, hotspots
+from seqgp.acquisition import expected_reduction, look_ahead
 from tests.helpers import assert_close, latent, make_inputs, make_kernel
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -30,10 +30,10 @@ def counts_model(inducing_points: int = 6) -> SequentialGP:
 
 @torch.no_grad()
 def test_paper_look_ahead_is_fixed_inducing_conditioning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotspots, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(look_ahead, "TOLERANCE", 1e-9)
     model, X, sites = counts_model(), make_inputs(3, 2), make_inputs(7, 2)
     Y = torch.tensor([[0.0, 4.0, 20.0], [11.0, 1.0, 3.0]])
-    at, explained = lookahead.fixed_inducing(model, hotspots._marginals(model, X, sites), X, sites)
+    at, explained = lookahead.fixed_inducing(model, look_ahead.marginals(model, X, sites), X, sites)
     gain, fall = lookahead.fixed_inducing_gains(model.likelihood, Y, at, explained, 20)
     c = at.cross(slice(None))
     for i in range(3):
@@ -51,7 +51,7 @@ def test_ovc_look_ahead_is_a_gp_given_the_pseudo_target() -> None:
     """Laplace's mode by bisection, and dense Gaussian conditioning on the pseudo-target."""
     model, X, sites = counts_model(), make_inputs(3, 2), make_inputs(7, 2)
     Y = torch.tensor([[0.0, 4.0, 20.0], [11.0, 1.0, 3.0]])
-    at = hotspots._marginals(model, X, sites)
+    at = look_ahead.marginals(model, X, sites)
     gain, fall = lookahead.newton_pseudo_targets(Y, at.mean, at.variance, 20)
     joint = model(torch.cat([X, sites])).covariance_matrix
     for i in range(3):

@@ -17,14 +17,8 @@ import torch
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.acquisition.hotspots import (
-    _condition_each,
-    _draw,
-    _LookAhead,
-    _Marginals,
-    _marginals,
-    _score,
-)
+from seqgp.acquisition.hotspots import score_candidates
+from seqgp.acquisition.look_ahead import LookAhead, Marginals, condition_each, draw, marginals
 from seqgp.acquisition.uncertainty import Uncertainty, link_of
 from seqgp.dual.sites import expectations
 from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
@@ -57,16 +51,16 @@ def rival_reduction(
     likelihood = model.likelihood
     assert type(likelihood) is BinomialLikelihood
     uncertainty = Uncertainty("threshold-entropy", link_of(likelihood), threshold)
-    at = _marginals(model, X, sites)
+    at = marginals(model, X, sites)
     mean, variance = at.mean.unsqueeze(-2), at.variance.unsqueeze(-2)
-    Y = _draw(likelihood, mean, variance, num_fantasies, seed, {"total_count": total_count})
+    Y = draw(likelihood, mean, variance, num_fantasies, seed, {"total_count": total_count})
     if way == "ovc":
         gain, fall = newton_pseudo_targets(Y, mean, variance, total_count)
     else:
         at, explained = fixed_inducing(model, at, X, sites)
         gain, fall = fixed_inducing_gains(likelihood, Y, at, explained, total_count)
     weights = sites.new_full((len(sites),), 1 / len(sites))
-    return _score([uncertainty], at, _LookAhead(gain, fall), X, sites, weights)
+    return score_candidates([uncertainty], at, LookAhead(gain, fall), X, sites, weights)
 
 
 def newton_pseudo_targets(
@@ -90,8 +84,8 @@ def newton_pseudo_targets(
 
 
 def fixed_inducing(
-    model: SequentialGP, at: _Marginals, X: Tensor, sites: Tensor
-) -> tuple[_Marginals, Tensor]:
+    model: SequentialGP, at: Marginals, X: Tensor, sites: Tensor
+) -> tuple[Marginals, Tensor]:
     """Covariances through the inducing points alone, and those of the candidates themselves."""
     n = len(X)
     f = model(model.transform_inputs(torch.cat([X, sites])))
@@ -108,7 +102,7 @@ def fixed_inducing(
 
 
 def fixed_inducing_gains(
-    likelihood: BinomialLikelihood, Y: Tensor, at: _Marginals, explained: Tensor, total_count: int
+    likelihood: BinomialLikelihood, Y: Tensor, at: Marginals, explained: Tensor, total_count: int
 ) -> tuple[Tensor, Tensor]:
     """Gains and falls ``f x n``, sites converged under the marginals of the fixed-Z posterior."""
     targets = Y.unsqueeze(-1)
@@ -119,7 +113,7 @@ def fixed_inducing_gains(
     def evaluate(m: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
         return expectations(likelihood, targets, m, v + rest, total_count=total_count)
 
-    return _condition_each(mean, own, evaluate)
+    return condition_each(mean, own, evaluate)
 
 
 def joint_sample_reduction(

@@ -6,48 +6,28 @@ the score of observing at :math:`x` is the expected reduction of its average,
 .. math::
     \sum_a w_a \left( u(m_a, v_a) - E_{y | x} \, u(m'_a, v'_a) \right).
 
-Given an outcome :math:`y` with site :math:`(\lambda, \beta)`, and the posterior covariance
-:math:`c`, conditioning (`seqgp.dual.conditioning`) is elementwise arithmetic,
-
-.. math::
-    m'_a = m_a + c(a, x) \, g, \qquad v'_a = v_a - c(a, x)^2 \, \frac{\beta}{1 + \beta c(x, x)},
-
-so no joint sample over the sites is ever drawn: candidates x fantasies x sites numbers are
-computed in chunks. A nugget of the likelihood (`OverdispersedBinomialLikelihood`) belongs to the
-site: it is part of what is uncertain there, and of what an observation there reveals.
+What an outcome does is elementwise arithmetic (`seqgp.acquisition.look_ahead`), so no joint sample
+over the sites is ever drawn: candidates x fantasies x sites numbers are computed in chunks. A
+nugget of the likelihood (`OverdispersedBinomialLikelihood`) belongs to the site: it is part of what
+is uncertain there, and of what an observation there reveals.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
-from botorch.models.utils import gpt_posterior_settings
 from botorch.sampling.normal import SobolQMCNormalSampler
 from botorch.utils.transforms import concatenate_pending_points, t_batch_mode_transform
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
-from linear_operator import to_dense
 from torch import Tensor
-from torch.distributions import Bernoulli
 
+from seqgp.acquisition.look_ahead import PRECISION, LookAhead, Marginals, look_ahead, marginals
 from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
-from seqgp.dual.conditioning import condition
-from seqgp.dual.natural_gradient import Evaluate
-from seqgp.dual.predictive import log_predictive
-from seqgp.dual.sites import (
-    expectations,
-    has_one_latent,
-    is_conjugate,
-    observation_noise,
-    precision_floor,
-)
-from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
-from seqgp.linear_operators import PosteriorCovariance
+from seqgp.dual.sites import has_one_latent
 from seqgp.model import SequentialGP
-from seqgp.posteriors import quantile
 from seqgp.progress import progress_bar
 from seqgp.validation import check_arguments, check_inputs
 
@@ -56,13 +36,6 @@ BLOCK_ELEMENTS = 2**17
 
 #: Elements of a block of covariances candidates x sites.
 COVARIANCE_ELEMENTS = 2**20
-
-#: Relative tolerance for the sites of fantasised observations at the candidates of a pool: far
-#: below what few fantasies leave open.
-TOLERANCE = 2e-3
-
-#: What candidates of a pool are scored in.
-PRECISION = torch.float32
 
 
 class Selection(NamedTuple):
@@ -76,35 +49,6 @@ class Selection(NamedTuple):
 
     chosen: Tensor
     scores: Tensor
-
-
-class _Marginals(NamedTuple):
-    """The posterior at ``n`` candidates and at ``s`` sites, with batch shape ``b`` (or none)."""
-
-    mean: Tensor  # b x n
-    variance: Tensor  # b x n
-    prior_mean: Tensor  # n
-    site_mean: Tensor  # b x s
-    site_variance: Tensor  # b x s
-    cross: Callable[[slice], Tensor]  # of candidates: b x k x s
-
-
-class _LookAhead(NamedTuple):
-    """What ``f`` outcomes at ``n`` candidates do: ``m' = m + c gain``, ``v' = v - c^2 fall``.
-
-    Probabilities are relative, and differentiable even if the outcomes are not; ``None`` if all
-    are alike and move with the candidate.
-    """
-
-    gain: Tensor  # b x f x n
-    fall: Tensor  # b x f x n
-    probability: Tensor | None = None  # b x f x n
-
-    def at(self, part: slice, dtype: torch.dtype) -> _LookAhead:
-        """Of some candidates."""
-        gain, fall, p = self
-        p = p if p is None else p[..., part].to(dtype)
-        return _LookAhead(gain[..., part].to(dtype), fall[..., part].to(dtype), p)
 
 
 def expected_reduction(
@@ -162,23 +106,23 @@ def expected_reduction(
         return X.new_empty(0)
     model.eval()
     with torch.no_grad():
-        at = _marginals(model, X, sites)
-        ahead = _look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
+        at = marginals(model, X, sites)
+        ahead = look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
         nugget = nugget_of(model.likelihood)
-        return _score(uncertainties, at, ahead, X, sites, weights, nugget, progress)
+        return score_candidates(uncertainties, at, ahead, X, sites, weights, nugget, progress)
 
 
-def _score(
+def score_candidates(
     uncertainties: Sequence[Uncertainty],
-    at: _Marginals,
-    ahead: _LookAhead,
+    at: Marginals,
+    ahead: LookAhead,
     X: Tensor,
     sites: Tensor,
     weights: Tensor,
     nugget: Tensor | float = 0.0,
     progress: bool = False,
 ) -> Tensor:
-    """Expected reductions, ``n``, given what `_look_ahead` says; in blocks of bounded size."""
+    """Expected reductions, ``n``, given what `look_ahead` says; in blocks of bounded size."""
     single = PRECISION
     w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
     now = torch.stack([(u.fast(m, v) @ w).mean() for u in uncertainties])
@@ -206,7 +150,7 @@ def _average(
     m: Tensor,
     v: Tensor,
     c: Tensor,
-    ahead: _LookAhead,
+    ahead: LookAhead,
     weights: Tensor,
 ) -> Tensor:
     """Expected uncertainties of all kinds after observations at ``k`` candidates, ``kinds x k``.
@@ -232,6 +176,17 @@ def _average(
         for row, uncertainty in zip(total, uncertainties, strict=True):
             row += (p.mT * (uncertainty.fast(after, left) @ weights)).sum(-1) / p.sum(0)
     return total / max(len(parts[0]), 1)
+
+
+def _with_own(c: Tensor, X: Tensor, sites: Tensor, nugget: Tensor | float) -> Tensor:
+    """Covariances ``... x k x s`` of observations with sites, which may be the very same."""
+    if not isinstance(nugget, Tensor) or not bool(nugget.any()):
+        return c
+    row, column = (X[..., :1] == sites[..., 0]).nonzero(as_tuple=True)
+    same = (X[row] == sites[column]).all(-1)
+    own = torch.zeros(c.shape[-2:], dtype=c.dtype, device=c.device)
+    own[row[same], column[same]] = 1.0
+    return c + own * nugget
 
 
 class qExpectedUncertaintyReduction(AcquisitionFunction):
@@ -312,8 +267,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         """Uncertainties of all kinds now, and after an observation at ``b x 1 x d`` points."""
         nugget = nugget_of(self.model.likelihood)
         flat = X.reshape(-1, X.shape[-1])
-        at = _marginals(self.model, flat, self.sites)
-        gain, fall, probability = _look_ahead(
+        at = marginals(self.model, flat, self.sites)
+        gain, fall, probability = look_ahead(
             self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
         )
         if probability is None:
@@ -335,9 +290,9 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
         sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
         posteriors: tuple[Any, Any] = self.model.posterior(self.sites), fantasies.posterior(sites)
-        marginals = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
+        moments = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
         for uncertainty in self.uncertainties:
-            now, after = (uncertainty(*marginal) @ self.weights for marginal in marginals)
+            now, after = (uncertainty(*each) @ self.weights for each in moments)
             yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
 
 
@@ -443,202 +398,6 @@ def select_from_pool(
         if len(chosen) == q:
             return Selection(torch.tensor(chosen, device=pool.device), torch.stack(rows))
         open_[chosen[-1]] = counts[chosen[-1]] = False
-
-
-# -------------------------------------------------------------------- the look-ahead
-
-
-def _marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> _Marginals:
-    """Means, variances and, chunk by chunk, covariances of candidates ``n x d`` and sites."""
-    n = X.shape[-2]
-    inputs = model.transform_inputs(torch.cat([X, sites]))
-    with gpt_posterior_settings():
-        f = model.eval()(inputs)
-    covariance = f.lazy_covariance_matrix
-    assert isinstance(covariance, PosteriorCovariance)
-    variance = covariance.diagonal(dim1=-1, dim2=-2)
-    variance = variance.clamp_min(torch.finfo(variance.dtype).eps)
-
-    def cross(chunk: slice) -> Tensor:
-        start, stop, _ = chunk.indices(n)
-        prior = to_dense(covariance.prior[..., start:stop, n:])
-        explained = covariance.A[..., start:stop].mT @ covariance.explained[..., n:]
-        reduction = covariance.reduction
-        own = (covariance.sign * reduction[..., start:stop]).mT @ reduction[..., n:]
-        return prior - explained - own
-
-    return _Marginals(
-        f.mean[..., :n],
-        variance[..., :n],
-        model.mean_module(inputs)[..., :n],
-        f.mean[..., n:],
-        variance[..., n:],
-        cross,
-    )
-
-
-def _look_ahead(
-    likelihood: Likelihood, at: _Marginals, num_fantasies: int, seed: int, arguments: dict[str, Any]
-) -> _LookAhead:
-    """Outcomes at the candidates, and what each of them does.
-
-    With a nugget the observation is one of the latent function plus the nugget, whose variance is
-    larger and whose covariance with all other sites is the same.
-    """
-    n = at.mean.shape[-1]
-    variance = at.variance + nugget_of(likelihood)
-    if isinstance(likelihood, OverdispersedBinomialLikelihood):
-        likelihood = likelihood.conditional
-    mean, variance = at.mean.unsqueeze(-2), variance.unsqueeze(-2)  # b x 1 x n
-    Y, probability = _outcomes(likelihood, mean, variance, num_fantasies, seed, arguments)
-    if is_conjugate(likelihood):
-        total = variance + _noise(likelihood, n, arguments).detach()
-        gain = (Y - mean) / total
-        return _LookAhead(gain, total.reciprocal().expand_as(gain))
-    arguments = {
-        key: value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
-        for key, value in arguments.items()
-    }
-    targets = Y.unsqueeze(-1)
-
-    def evaluate(m: Tensor, v: Tensor) -> Any:
-        return expectations(likelihood, targets, m, v, **arguments)
-
-    if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
-        targets = targets.to(PRECISION)
-        m, v = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
-        return _LookAhead(*_condition_each(m, v, evaluate), probability)
-    conditioned, _ = condition(
-        mean.expand_as(Y).unsqueeze(-1),
-        variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),
-        at.prior_mean.expand_as(Y).unsqueeze(-1),
-        evaluate,
-        min_precision=precision_floor(likelihood),
-        tol=1e-6,
-    )
-    fall = (conditioned.sign * conditioned.root.square()).sum((-2, -1))
-    return _LookAhead(conditioned.gain.squeeze(-1), fall, probability)
-
-
-def _outcomes(
-    likelihood: Likelihood,
-    mean: Tensor,
-    variance: Tensor,
-    number: int,
-    seed: int,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    r"""Outcomes ``b x f x n`` and their relative probabilities.
-
-    If there are no more than ``number`` possible ones, all of them. Otherwise as many are drawn.
-    Those of a Gaussian likelihood move with the candidate. Discrete ones do not, but become more
-    or less probable: their weights are one, with the gradient of their predictive probability, so
-    that :math:`\nabla E[u] = E[\nabla u + (u - E[u]) \nabla \log p(y)]`.
-    """
-    most = _largest_outcome(likelihood, arguments)
-    if most is not None and most < number:
-        shape = torch.broadcast_shapes(mean.shape, (most + 1, 1))
-        steps = torch.arange(most + 1, dtype=mean.dtype, device=mean.device).unsqueeze(-1)
-        Y = steps.expand(shape)
-        possible = None
-        if isinstance(likelihood, BinomialLikelihood):
-            totals = likelihood._totals(mean, arguments.get("total_count"))
-            Y, possible = torch.minimum(Y, totals), totals >= steps
-        p = log_predictive(likelihood, Y, mean, variance, **arguments).exp()
-        return Y, p if possible is None else p * possible
-    Y = _draw(likelihood, mean, variance, number, seed, arguments)
-    if is_conjugate(likelihood) or not torch.is_grad_enabled():
-        return Y, None
-    density = log_predictive(likelihood, Y, mean, variance, **arguments)
-    return Y, (density - density.detach()).exp()
-
-
-def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
-    """The largest possible count, or none."""
-    if isinstance(likelihood, BernoulliLikelihood):
-        return 1
-    if isinstance(likelihood, BinomialLikelihood):
-        totals = arguments.get("total_count", likelihood.total_count)
-        if totals is not None:
-            return int(totals.max() if isinstance(totals, Tensor) else totals)
-    return None
-
-
-def _condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
-    r"""Gains and falls of many single observations, ``... x n x 1`` each, of the shape ``... x n``.
-
-    What `condition` does, for ``q = 1`` and log-concave likelihoods: with :math:`C` the variance,
-    :math:`r = \lambda - \beta (m - \mu)`, :math:`m' = m + C r / (1 + \beta C)` and
-    :math:`v' = C / (1 + \beta C)`, iterate :math:`r \leftarrow \alpha + \beta (m' - m)` and
-    :math:`\beta`, with :math:`\alpha` and :math:`\beta` taken at :math:`(m', v')`.
-    """
-    _, r, beta = evaluate(mean, variance)
-    beta = beta.clamp_min(0)
-    for step in range(50):
-        shrink = 1 / (1 + beta * variance)
-        shift = variance * r * shrink
-        _, alpha, new = evaluate(mean + shift, variance * shrink)
-        new = new.clamp_min(0)
-        rho = 1.0 if step < 10 else 0.5  # where the iteration goes back and forth
-        dr, dbeta = alpha + new * shift - r, new - beta
-        scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
-        error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
-        r, beta = r + rho * dr, beta + rho * dbeta
-        if not bool((error > TOLERANCE).any()):
-            break
-    shrink = 1 / (1 + beta * variance)
-    return (r * shrink).squeeze(-1), (beta * shrink).squeeze(-1)
-
-
-def _with_own(c: Tensor, X: Tensor, sites: Tensor, nugget: Tensor | float) -> Tensor:
-    """Covariances ``... x k x s`` of observations with sites, which may be the very same."""
-    if not isinstance(nugget, Tensor) or not bool(nugget.any()):
-        return c
-    row, column = (X[..., :1] == sites[..., 0]).nonzero(as_tuple=True)
-    same = (X[row] == sites[column]).all(-1)
-    own = torch.zeros(c.shape[-2:], dtype=c.dtype, device=c.device)
-    own[row[same], column[same]] = 1.0
-    return c + own * nugget
-
-
-def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:
-    """Noise variances of Gaussian observations at the candidates."""
-    noise = arguments.get("noise")
-    if noise is not None and not isinstance(likelihood, GaussianLikelihood):
-        noise = torch.as_tensor(noise)
-        return noise.squeeze(-1) if noise.dim() else noise
-    if noise is None and not isinstance(likelihood, GaussianLikelihood):
-        return likelihood.noise_covar.noise.mean(-1, keepdim=True)
-    return observation_noise(likelihood, n)
-
-
-def _draw(
-    likelihood: Likelihood,
-    mean: Tensor,
-    variance: Tensor,
-    number: int,
-    seed: int,
-    arguments: dict[str, Any],
-) -> Tensor:
-    """Outcomes ``b x f x n``, the same quantiles at every candidate.
-
-    Gaussian ones move with the posterior; others have no gradient.
-    """
-    engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=seed)
-    uniform = engine.draw(number, dtype=torch.float64).to(mean)
-    eps = torch.finfo(mean.dtype).eps
-    uniform = uniform.clamp(eps, 1 - eps)
-    f = mean + variance.sqrt() * torch.special.ndtri(uniform[:, :1])
-    if is_conjugate(likelihood):
-        noise = _noise(likelihood, f.shape[-1], arguments)
-        return f + noise.sqrt() * torch.special.ndtri(uniform[:, 1:])
-    with torch.no_grad():
-        conditional = (
-            Bernoulli(torch.special.ndtr(f))
-            if isinstance(likelihood, BernoulliLikelihood)
-            else likelihood.forward(f, **arguments)
-        )
-        return quantile(conditional, uniform[:, 1:].expand_as(f)).to(f)
 
 
 # -------------------------------------------------------------------- checks

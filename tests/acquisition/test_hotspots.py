@@ -23,7 +23,8 @@ from seqgp.acquisition import (
     qExpectedUncertaintyReduction,
     select_from_pool,
 )
-from seqgp.acquisition.hotspots import _look_ahead, _marginals, _outcomes
+from seqgp.acquisition import look_ahead as steps
+from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
 from seqgp.acquisition.uncertainty import CRITERIA, Uncertainty, link_of, nugget_of
 from tests.botorch.helpers import data, pair
 from tests.helpers import assert_close, make_inputs, make_kernel, make_mean, terminal
@@ -64,14 +65,14 @@ def test_look_ahead_is_conditioning(
     name: str, inducing_points: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Means and variances at all sites, for each outcome of each candidate."""
-    monkeypatch.setattr(hotspots, "TOLERANCE", 1e-10)
-    monkeypatch.setattr(hotspots, "PRECISION", torch.float64)
+    monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
+    monkeypatch.setattr(steps, "PRECISION", torch.float64)
     model, X, sites = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
     with torch.set_grad_enabled(grad):
-        at = _marginals(model, X, sites)
-        gain, fall, _ = _look_ahead(model.likelihood, at, 3, 0, arguments_of(name))
+        at = marginals(model, X, sites)
+        gain, fall, _ = look_ahead(model.likelihood, at, 3, 0, arguments_of(name))
         c = at.cross(slice(None))
-    Y, _ = _outcomes(
+    Y, _ = outcomes(
         model.likelihood,
         at.mean.unsqueeze(0),
         at.variance.unsqueeze(0),
@@ -98,10 +99,10 @@ def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
     """
     model, X, sites = model_of("overdispersed_binomial"), *map(points, (4, 9))
     with torch.no_grad():
-        at = _marginals(model, X, sites)
-        gain, fall, _ = _look_ahead(model.likelihood, at, 6, 0, {"total_count": 20})
+        at = marginals(model, X, sites)
+        gain, fall, _ = look_ahead(model.likelihood, at, 6, 0, {"total_count": 20})
         total = at.variance + model.likelihood.nugget
-        Y, _ = _outcomes(BinomialLikelihood(20), at.mean, total, 6, 0, {})
+        Y, _ = outcomes(BinomialLikelihood(20), at.mean, total, 6, 0, {})
     h = np.linspace(-12, 12, 4001)
     for k in range(6):
         for i in range(4):
@@ -151,7 +152,7 @@ def test_scores_are_averages_over_all_outcomes(
     assert_close(acquisition(X.unsqueeze(-2)), expected, 1e-6)
     actual = expected_reduction(model, X, sites, criterion, level, total_count=TOTAL)
     assert_close(actual, expected, 4e-5)  # the error of the table
-    monkeypatch.setattr(hotspots, "_largest_outcome", lambda *_: None)
+    monkeypatch.setattr(steps, "_largest_outcome", lambda *_: None)
     drawn = expected_reduction(
         model, X, sites, criterion, level, num_fantasies=4096, total_count=TOTAL
     )

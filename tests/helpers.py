@@ -279,3 +279,14 @@ def terminal() -> Iterator[io.StringIO]:
     """A terminal, the only place where progress bars are drawn; what is written to it."""
     with redirect_stderr(_Terminal()) as stream:
         yield stream
+
+
+def marginals(name: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """Means and variances ``shape [x c]``."""
+    mean = latent(make_inputs(*shape, 1), CASES[name].num_latents)
+    return mean, 0.05 + 0.4 * make_inputs(*mean.shape)
+
+
+def observations(name: str, *shape: int) -> Tensor:
+    """Targets that are possible under a likelihood, of a given shape."""
+    return CASES[name].sample(latent(make_inputs(*shape, 2), CASES[name].num_latents))

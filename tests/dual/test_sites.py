@@ -22,22 +22,20 @@ from seqgp.dual.sites import (
     is_conjugate,
     observation_noise,
 )
-from tests.helpers import CASES, CONJUGATE, ONE_LATENT, assert_close, latent, make_inputs, softmax
+from tests.helpers import (
+    CASES,
+    CONJUGATE,
+    ONE_LATENT,
+    assert_close,
+    marginals,
+    observations,
+    softmax,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 all_likelihoods = pytest.mark.parametrize("name", list(CASES))
 generic_expectations = expectations.dispatch(object)
-
-
-def marginals(name: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """Means and variances ``shape [x c]``."""
-    mean = latent(make_inputs(*shape, 1), CASES[name].num_latents)
-    return mean, 0.05 + 0.4 * make_inputs(*mean.shape)
-
-
-def observations(name: str, *shape: int) -> Tensor:
-    return CASES[name].sample(latent(make_inputs(*shape, 2), CASES[name].num_latents))
 
 
 def adaptive_quadrature(

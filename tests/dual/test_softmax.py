@@ -15,19 +15,9 @@ from torch import Tensor
 from seqgp.dual import expectations, softmax_bound_sites
 from seqgp.dual.sites import NUM_BASE_SAMPLES
 from seqgp.dual.softmax import is_softmax
-from tests.helpers import CASES, assert_close, latent, make_inputs, softmax
+from tests.helpers import CASES, assert_close, marginals, observations, softmax
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def marginals(name: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """Means and variances ``shape x c``."""
-    mean = latent(make_inputs(*shape, 1), CASES[name].num_latents)
-    return mean, 0.05 + 0.4 * make_inputs(*mean.shape)
-
-
-def observations(name: str, *shape: int) -> Tensor:
-    return CASES[name].sample(latent(make_inputs(*shape, 2), CASES[name].num_latents))
 
 
 def use_samples(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -24,6 +24,7 @@ from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scal
 from botorch.utils.sampling import draw_sobol_samples
 from gpytorch.kernels import ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.means import ZeroMean
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
@@ -80,7 +81,7 @@ def make_objective(X: Tensor, Y: Tensor) -> SequentialGP:
 
 
 def make_validity(X: Tensor, labels: Tensor) -> SequentialGP:
-    """Success: Bernoulli, RBF of variance 100."""
+    """Success: Bernoulli, RBF of variance 100, and zero mean, so that nothing is given up early."""
     kernel = ScaleKernel(get_covar_module_with_dim_scaled_prior(DIMENSION)).to(X)
     kernel.outputscale = 100.0
     kernel.raw_outputscale.requires_grad_(False)
@@ -89,6 +90,7 @@ def make_validity(X: Tensor, labels: Tensor) -> SequentialGP:
         labels,
         likelihood=BernoulliLikelihood(),
         covar_module=kernel,
+        mean_module=ZeroMean(),
         input_transform=Normalize(DIMENSION, bounds=bounds()),
     )
 

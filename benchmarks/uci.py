@@ -54,6 +54,7 @@ QUICK = {"made_regression": DataSet(True, 4), "made_classes": DataSet(False, 4)}
 METHODS: dict[str, Callable[..., Callable[[Tensor], Latent]]] = {
     "ours": ours,
     "ours, 5 steps": partial(ours, steps=5),  # of L-BFGS a piece, instead of at most 40
+    "ours, learning 10 pieces": partial(ours, learn_for=10),  # then only conditioning
     "ours, random memory": partial(ours, policy="random"),
     "ours, no memory": partial(ours, policy="none"),
     "ours, ARD": partial(ours, ard=True),

@@ -21,6 +21,8 @@ def steps(
     ard: bool = False,
     policy: str = "leverage",
     memory: MemoryOptions | None = None,
+    learn: bool = True,
+    learn_for: int | None = None,
     **options: Any,
 ) -> Iterator[SequentialGP]:
     """The model after each piece.
@@ -30,6 +32,8 @@ def steps(
         ard: Whether each input has a lengthscale of its own.
         policy: Of the memory, which takes over 10 points of each piece, as in the paper.
         memory: Another memory instead.
+        learn: Whether hyperparameters are learnt.
+        learn_for: For how many pieces; by default for all.
         options: Of `SequentialGP.update`; all others have their defaults.
     """
     X, Y = stream.pieces[0]
@@ -43,8 +47,9 @@ def steps(
     )
     if memory is None:
         memory = MemoryOptions(capacity=None, per_update=10, policy=policy)
-    for X, Y in stream.pieces:
-        model.update(X, Y, memory=memory, **options)
+    for number, (X, Y) in enumerate(stream.pieces):
+        learns = learn and (learn_for is None or number < learn_for)
+        model.update(X, Y, memory=memory, learn=learns, **options)
         yield model
 
 

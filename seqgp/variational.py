@@ -494,6 +494,7 @@ class DualVariationalStrategy(DualState):
         inputs: Tensor,
         targets: Tensor,
         likelihood: Likelihood | None = None,
+        unseen: Tensor | None = None,
         **arguments: Any,
     ) -> None:
         """Take observations out of the summary, with their sites under the present posterior.
@@ -502,18 +503,22 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
+            unseen: As for `sites`.
             arguments: Per-point arguments of the likelihood.
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
-        sites, _ = self.sites(inputs, targets, data.likelihood, **arguments)
+        sites, _ = self.sites(inputs, targets, data.likelihood, unseen, **arguments)
         state = self._state()
         summary = self._folded(state, data, sites, -1)
         eigenvalues = torch.linalg.eigvalsh(summary.duals.B)
         tolerance = 1e-6 * (1 + torch.linalg.eigvalsh(self.summary_B).amax(-1, keepdim=True))
         if bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any()):
+            bounded = ", or, as classes are still to come, were folded as a bound that has changed"
+            bounded = "" if unseen is None else bounded
             raise ValueError(
-                "targets: these observations are not part of what has been learnt: without them "
-                "the summary would no longer be positive semi-definite."
+                "targets: these observations are not part of what has been learnt"
+                f"{bounded}: without them the summary would no longer be positive "
+                "semi-definite."
             )
         self._store(state.duals, state, summary=summary)
 

@@ -165,6 +165,32 @@ def test_what_is_folded_of_classes_to_come_is_the_bound() -> None:
     assert_close(summary.lam, (A @ lam.unsqueeze(-1)).squeeze(-1), 1e-5)
 
 
+def test_forgetting_while_classes_are_to_come() -> None:
+    """Exact for the memory; a bound can be taken out nearly, or not at all, with an error."""
+    X, Y = blobs(120)
+    first, second, _ = by_class(X, Y)
+    known, extra = tuple(t[:35] for t in first), tuple(t[35:] for t in first)
+
+    def learnt(policy: str, more: tuple[Tensor, Tensor]) -> tuple[SequentialGP, Tensor]:
+        memory = MemoryOptions(capacity=None, policy=policy)
+        model = model_of(X[:0], Y[:0])
+        model.update(*known, memory=memory, learn=False)
+        before = probabilities(model, X)
+        model.update(*more, memory=memory, learn=False)
+        return model, before
+
+    for policy, tol in (("leverage", 1e-6), ("none", 2e-3)):  # 5e-4, of a change of 4e-2
+        model, before = learnt(policy, extra)
+        model.forget(*extra)
+        assert_close(probabilities(model, X), before, tol)
+    model, _ = learnt("none", second)
+    before, seen = probabilities(model, X), model.num_seen
+    with pytest.raises(ValueError, match=r"Y: .*classes are still to come"):
+        model.forget(*second)
+    assert torch.equal(probabilities(model, X), before)
+    assert model.num_seen == seen
+
+
 def test_classes_that_have_been_seen() -> None:
     X, Y = blobs(90)
     (first, second, third), none = by_class(X, Y), MemoryOptions(policy="none")

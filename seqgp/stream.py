@@ -339,8 +339,8 @@ class StreamMixin:
         the sites that they have under the present posterior: exact for Gaussian observations if
         hyperparameters and inducing points are those that they were folded with, an approximation
         for all others, since what was folded with or after them keeps the sites that it had.
-        Of a softmax with classes still to come a bound was folded, which moves on with the posterior:
-        it is taken out nearly, or, where that would leave less than nothing, refused.
+        Of a softmax with classes still to come a bound was folded, which moves on with the
+        posterior: it is taken out nearly or, where that would leave less than nothing, refused.
 
         A summary is a sum, and cannot tell what it is a sum of. An observation that was never
         learnt is only noticed, and refused, where the posterior knows too little to have learnt it;

@@ -292,7 +292,8 @@ def _picture(name: str, chosen: dict[str, list[int]], path: Path) -> None:
     rows = []
     for label in sorted(chosen, key=int):
         digits = [1 - X[i].reshape(side, side) for i in chosen[label]]
-        rows.append(np.hstack([*digits[:SHOWN], gap, *digits[SHOWN:]]))
+        row = np.hstack([*digits[:SHOWN], gap, *digits[SHOWN:]])
+        rows += [row, np.ones((side // 4, row.shape[1]))]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.imshow(np.vstack(rows), cmap="gray", vmin=0, vmax=1)

@@ -30,11 +30,13 @@ from seqgp.acquisition.fantasies import (
 )
 from seqgp.acquisition.validity import (
     NO_VALID_OBSERVATION,
+    THRESHOLD,
     NoValidObservationWarning,
     best_valid,
     log_validity,
 )
 from seqgp.kernels import sharp
+from seqgp.likelihoods import BinomialLikelihood
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.progress import progress_bar
@@ -43,7 +45,7 @@ from seqgp.validation import check_inputs, check_tensor
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
 
-_VERSION = 2
+_VERSION = 3
 
 
 class BatchOptimizer:
@@ -65,6 +67,9 @@ class BatchOptimizer:
         fantasy: How outcomes are imagined, see `seqgp.acquisition.fantasy_outcome`.
         separation: How far the points of a batch keep from each other, and from evaluations that
             failed; see `fantasy_batch`.
+        num_trials: How many trials an evaluation consists of, each of which can fail. If there are
+            several, what is told as valid is the number of them that did not, and an evaluation is
+            valid if that is more than half.
         learn_from_failures: Whether the values of failed evaluations that have one teach the
             objective's model something. By default they are ignored. As long as nothing is valid,
             the best of them is what is to be improved on, by expected improvement alone.
@@ -73,8 +78,9 @@ class BatchOptimizer:
         refit_every: After how many new evaluations hyperparameters are learnt again, starting from
             the last ones. In between, models are conditioned on what is new.
         make_objective: Makes an unfitted model of the objective; by default a `SequentialGP`.
-        make_validity: Makes an unfitted model of validity, from labels 1 (valid) and 0; by default
-            a `SequentialGP` with a `BernoulliLikelihood`.
+        make_validity: Makes an unfitted model of validity, from labels 1 (valid) and 0, or from the
+            numbers of trials that were valid; by default a `SequentialGP` with a
+            `BernoulliLikelihood` or a `BinomialLikelihood`.
         fit_options: Options of L-BFGS for hyperparameters.
         seed: Of everything that is random.
         options: Options of `fantasy_batch`, and so of BoTorch's `optimize_acqf` and its relatives:
@@ -104,6 +110,7 @@ class BatchOptimizer:
         num_initial: int | None = None,
         fantasy: Fantasy = "mean",
         separation: float = SEPARATION,
+        num_trials: int = 1,
         learn_from_failures: bool = False,
         incumbent: str = "observed",
         refit_every: int = 1,
@@ -121,6 +128,8 @@ class BatchOptimizer:
             raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
         if num_initial is not None and num_initial < 0:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
+        if not isinstance(num_trials, int) or num_trials < 1:
+            raise ValueError(f"num_trials: expected a number of at least 1, got {num_trials!r}.")
         optimizer = options.get("optimizer")
         others = {name: value for name, value in options.items() if name != "optimizer"}
         own = inspect.signature(BatchOptimizer).parameters
@@ -130,6 +139,7 @@ class BatchOptimizer:
         self.maximize, self.seed = maximize, seed
         self.num_initial = 2 * (d + 1) if num_initial is None else num_initial
         self.fantasy, self.separation = fantasy, separation
+        self.num_trials = num_trials
         self.learn_from_failures, self.incumbent = learn_from_failures, incumbent
         self.refit_every = refit_every
         self.make_objective = make_objective or self._default_objective
@@ -138,7 +148,7 @@ class BatchOptimizer:
         self.options = options
         self.X = self.bounds.new_empty(0, d)
         self.Y = self.bounds.new_empty(0)
-        self.valid = torch.empty(0, dtype=torch.bool, device=bounds.device)
+        self.num_valid = torch.empty(0, dtype=torch.long, device=bounds.device)
         self._objective = _Learner(self.make_objective)
         self._validity = _Learner(self.make_validity)
 
@@ -203,8 +213,8 @@ class BatchOptimizer:
         Args:
             X: ``n x d`` inputs.
             Y: ``n`` or ``n x 1`` values. Those of failed evaluations may be NaN.
-            valid: ``n`` or ``n x 1`` labels, nonzero or true for valid; by default those are valid
-                whose value is not NaN.
+            valid: ``n`` or ``n x 1`` labels, 1 or true for valid; by default those are valid whose
+                value is not NaN. With several trials in an evaluation, the numbers of valid ones.
         """
         self._check_X(X, "X")
         Y = self._as_tensor(Y, "Y", self.bounds.dtype)
@@ -212,13 +222,9 @@ class BatchOptimizer:
             raise ValueError(f"Y: expected {len(X)} values, got shape {tuple(Y.shape)}.")
         Y = Y.reshape(-1)
         if valid is None:
-            valid = ~Y.isnan()
-        valid = self._as_tensor(valid, "valid")
-        if valid.numel() != len(X):
-            raise ValueError(f"valid: expected {len(X)} labels, got shape {tuple(valid.shape)}.")
-        if not ((valid == 0) | (valid == 1)).all():
-            raise ValueError("valid: expected labels, 1 or true for valid and 0 or false for not.")
-        valid = valid.reshape(-1).bool()
+            valid = (~Y.isnan()).long() * self.num_trials
+        num_valid = self._check_valid(valid, len(X))
+        valid = self._is_valid(num_valid)
         if not Y[valid].isfinite().all():
             raise ValueError("Y: the value of a valid evaluation is NaN or infinite.")
         if Y.isinf().any():
@@ -226,11 +232,11 @@ class BatchOptimizer:
         data = (
             torch.cat([self.X, X.detach()]),
             torch.cat([self.Y, Y]),
-            torch.cat([self.valid, valid]),
+            torch.cat([self.num_valid, num_valid]),
         )
         # Learn first: if that fails, nothing has been told.
         learners = self._learn(*data)
-        self.X, self.Y, self.valid = data
+        self.X, self.Y, self.num_valid = data
         self._objective, self._validity = learners
 
     def run(
@@ -243,7 +249,8 @@ class BatchOptimizer:
         """Ask and tell until there are so many evaluations.
 
         Args:
-            evaluate: From ``q x d`` inputs to a pair: ``q`` values, and ``q`` labels or ``None``.
+            evaluate: From ``q x d`` inputs to a pair: ``q`` values, and ``q`` labels (or numbers of
+                valid trials) or ``None``.
             num_evaluations: How many there are to be, those that have been told included.
             q: How many at a time.
             progress: Whether to show a progress bar (only on a terminal).
@@ -268,6 +275,11 @@ class BatchOptimizer:
                 best = self.best
                 shown = "none" if best is None else f"{float(best[1]):.4g}"
                 bar.set_postfix(best=shown, failed=int((~self.valid).sum()))
+
+    @property
+    def valid(self) -> Tensor:
+        """``n`` booleans: which evaluations were valid."""
+        return self._is_valid(self.num_valid)
 
     @property
     def best(self) -> tuple[Tensor, Tensor] | None:
@@ -318,7 +330,8 @@ class BatchOptimizer:
             "maximize": self.maximize,
             "X": self.X.clone(),
             "Y": self.Y.clone(),
-            "valid": self.valid.clone(),
+            "num_trials": self.num_trials,
+            "num_valid": self.num_valid.clone(),
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
         }
@@ -341,7 +354,7 @@ class BatchOptimizer:
                 f"state: expected version {_VERSION}, got {state['version']}: it was saved by "
                 "another version of seqgp."
             )
-        for name in ("bounds", "maximize"):
+        for name in ("bounds", "maximize", "num_trials"):
             saved, own = state[name], getattr(self, name)
             before, now = (torch.as_tensor(value).to(self.bounds) for value in (saved, own))
             if not torch.equal(before, now):
@@ -351,12 +364,12 @@ class BatchOptimizer:
                 )
         self._check_X(state["X"].to(self.bounds), "state['X']")
         X, Y = state["X"].to(self.bounds), state["Y"].to(self.bounds)
-        valid = state["valid"].to(self.bounds.device)
+        num_valid = state["num_valid"].to(self.bounds.device)
         objective, validity = _Learner(self.make_objective), _Learner(self.make_validity)
-        teaches = self._teaches(Y, valid)
+        teaches = self._teaches(Y, self._is_valid(num_valid))
         objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
-        validity.load_state_dict(state["validity"], X, valid.to(X).unsqueeze(-1))
-        self.X, self.Y, self.valid = X, Y, valid
+        validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
+        self.X, self.Y, self.num_valid = X, Y, num_valid
         self._objective, self._validity = objective, validity
 
     # ---------------------------------------------------------------- inside
@@ -380,23 +393,46 @@ class BatchOptimizer:
                 f"got {X.dtype} on {X.device}."
             )
 
+    def _check_valid(self, valid: Any, n: int) -> Tensor:
+        """``n`` numbers of valid trials, from labels or from numbers."""
+        valid = self._as_tensor(valid, "valid")
+        expected = "labels" if self.num_trials == 1 else "numbers of valid trials"
+        if valid.numel() != n:
+            raise ValueError(f"valid: expected {n} {expected}, got shape {tuple(valid.shape)}.")
+        if valid.dtype == torch.bool and self.num_trials > 1:
+            raise TypeError(
+                f"valid: expected numbers of valid trials, 0 to {self.num_trials}, got booleans."
+            )
+        valid = valid.to(self.bounds).reshape(-1)
+        if not ((valid >= 0) & (valid <= self.num_trials) & (valid == valid.round())).all():
+            raise ValueError(
+                "valid: expected labels, 1 or true for valid and 0 or false for not."
+                if self.num_trials == 1
+                else f"valid: expected numbers of valid trials, 0 to {self.num_trials}."
+            )
+        return valid.long()
+
+    def _is_valid(self, num_valid: Tensor) -> Tensor:
+        """Which evaluations are valid, by the number of their trials that are."""
+        return num_valid > THRESHOLD * self.num_trials
+
     def _teaches(self, Y: Tensor, valid: Tensor) -> Tensor:
         """Which evaluations the objective's model learns from."""
         return ~Y.isnan() if self.learn_from_failures else valid
 
-    def _learn(self, X: Tensor, Y: Tensor, valid: Tensor) -> tuple[_Learner, _Learner]:
+    def _learn(self, X: Tensor, Y: Tensor, num_valid: Tensor) -> tuple[_Learner, _Learner]:
         """Both models, having learnt the data."""
         objective, validity = self._objective, self._validity
-        teaches = self._teaches(Y, valid)
+        teaches = self._teaches(Y, self._is_valid(num_valid))
         if teaches.any():
             objective = objective.learn(
                 X[teaches], Y[teaches].unsqueeze(-1), self.refit_every, self.fit_options
             )
         if len(X):
             # Of one class alone nothing can be learnt about the scale of the other.
-            both = bool(valid.any() and not valid.all())
+            both = bool((num_valid > 0).any() and (num_valid < self.num_trials).any())
             validity = validity.learn(
-                X, valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=both
+                X, num_valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=both
             )
         return objective, validity
 
@@ -421,10 +457,13 @@ class BatchOptimizer:
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:
         kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=False)
+        likelihood = (
+            BernoulliLikelihood() if self.num_trials == 1 else BinomialLikelihood(self.num_trials)
+        )
         return SequentialGP(
             X,
             labels,
-            likelihood=BernoulliLikelihood(),
+            likelihood=likelihood,
             covar_module=sharp(kernel).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from seqgp import SequentialGP
 from seqgp.acquisition import NoValidObservationWarning, log_validity
 from seqgp.dual.sites import base_samples
+from seqgp.likelihoods import BinomialLikelihood
 from seqgp.loop import BatchOptimizer
 from tests.helpers import assert_close, assert_untouched, make_inputs, state_of
 
@@ -91,7 +92,7 @@ def test_asking_changes_nothing() -> None:
         assert model is not None
         assert_untouched(model, known)
     after = loop.state_dict()
-    for name in ("X", "Y", "valid"):
+    for name in ("X", "Y", "num_valid"):
         assert torch.equal(after[name].nan_to_num(), before[name].nan_to_num())
     loop.tell(first, *evaluate(first))
     assert len(loop.X) == 14
@@ -378,6 +379,64 @@ def test_bad_outcomes_leave_it_as_it_was(
         loop.tell(X, Y, valid)
     assert torch.equal(loop.X, before["X"])
     assert loop.ask(1).shape == (1, 2)
+
+
+def in_five_trials(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Fewer and fewer of five trials are valid from where one would fail."""
+    num_valid = (5 * (1.5 - X.sum(-1)) / 0.5).round().clamp(0, 5)
+    return -(X - 0.6).square().sum(-1), num_valid
+
+
+def test_evaluations_of_several_trials() -> None:
+    """What is learnt is how many of them were valid, not only whether most were."""
+    loop = BatchOptimizer(unit(), num_trials=5, learn_from_failures=True, **FEW)
+    loop.run(in_five_trials, 24, q=3, progress=False)
+    Y, num_valid = in_five_trials(loop.X)
+    assert torch.equal(loop.num_valid, num_valid.long())
+    assert torch.equal(loop.valid, num_valid >= 3)
+    assert len(num_valid.unique()) > 2
+    assert isinstance(loop.validity_model, SequentialGP)
+    assert isinstance(loop.validity_model.likelihood, BinomialLikelihood)
+    assert torch.equal(loop.validity_model.train_targets, num_valid)
+    assert loop.best is not None
+    assert loop.best[1] == Y[num_valid >= 3].max()
+    assert loop.best[1] > -5e-3
+    few, many = loop.probability_of_validity(torch.tensor([[0.95, 0.95], [0.2, 0.3]]))
+    assert few < 0.1 < 0.9 < many
+
+
+def test_trials_are_saved_and_loaded() -> None:
+    options = {"num_trials": 5, "learn_from_failures": True, "refit_every": 4}
+    X = make_inputs(14, 2)
+    loop = optimizer(0, **options)
+    loop.tell(X[:12], *in_five_trials(X[:12]))
+    loop.tell(X[12:], *in_five_trials(X[12:]))  # conditioned, not fitted
+    other = optimizer(0, **options)
+    other.load_state_dict(loop.state_dict())
+    assert torch.equal(other.num_valid, loop.num_valid)
+    assert_close(other.ask(2), loop.ask(2), 1e-8)
+    with pytest.raises(ValueError, match="num_trials"):
+        optimizer(0).load_state_dict(loop.state_dict())
+
+
+def test_numbers_of_valid_trials() -> None:
+    X, Y = make_inputs(3, 2), torch.zeros(3)
+    for valid, error in [
+        (torch.tensor([True, False, True]), TypeError),
+        (torch.tensor([0, 6, 1]), ValueError),
+        (torch.tensor([0.5, 1, 1]), ValueError),
+        (torch.tensor([-1, 1, 1]), ValueError),
+        (torch.tensor([1, 1]), ValueError),
+    ]:
+        loop = optimizer(0, num_trials=5)
+        with pytest.raises(error, match=r"valid: expected .*numbers of valid trials"):
+            loop.tell(X, Y, valid)
+        assert not len(loop.X)
+    loop = optimizer(0, num_trials=5)
+    loop.tell(X, torch.tensor([0.0, torch.nan, 1.0]))
+    assert loop.num_valid.tolist() == [5, 0, 5]
+    with pytest.raises(ValueError, match="num_trials"):
+        optimizer(0, num_trials=0)
 
 
 def test_a_model_that_fails_leaves_it_as_it_was() -> None:

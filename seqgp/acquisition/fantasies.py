@@ -29,7 +29,12 @@ from botorch.optim.initializers import gen_batch_initial_conditions
 from botorch.sampling.normal import IIDNormalSampler
 from torch import Tensor
 
-from seqgp.acquisition.validity import THRESHOLD, LogValidExpectedImprovement, best_valid
+from seqgp.acquisition.validity import (
+    THRESHOLD,
+    LogValidExpectedImprovement,
+    best_valid,
+    takes_for_valid,
+)
 from seqgp.model import SequentialGP
 from seqgp.posteriors import ObservationPosterior
 from seqgp.progress import progress_bar
@@ -272,7 +277,8 @@ def valid_improvement(
     Args:
         best_f: The best valid observation; ``None`` if there is none, nor a model of the objective.
         maximize: Whether larger values of the objective are better.
-        threshold: What validity models with a Gaussian posterior have to exceed.
+        threshold: What validity models with a Gaussian posterior have to exceed, and the share of
+            trials that those of counts have to.
 
     Example:
         >>> import torch
@@ -297,9 +303,10 @@ def valid_improvement(
         best, imagined = best_f, fantasies.Y[0]
         if imagined is not None:
             counts = ~imagined.isnan().any(-1)
-            for labels in fantasies.Y[1:]:
+            for model, labels in zip(models[1:], fantasies.Y[1:], strict=True):
                 if labels is not None:
-                    counts = counts & (labels.isnan() | (labels > threshold)).all(-1)
+                    valid = labels.isnan() | takes_for_valid(model, labels, threshold)
+                    counts = counts & valid.all(-1)
             better = best_valid(imagined, counts, maximize)
             if better is not None:
                 best = max(better, best_f) if maximize else min(better, best_f)

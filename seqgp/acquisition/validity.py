@@ -10,9 +10,15 @@ conditions that must all hold, independently of each other.
 
 * With a `BernoulliLikelihood` (labels 1 for valid, 0 for failed), and latent values
   :math:`g(x) \sim N(m, v)`, :math:`p(x) = E[\Phi(g(x))] = \Phi(m / \sqrt{1 + v})`.
+* With a `BinomialLikelihood` (how many of several trials were valid), valid is where more than a
+  share :math:`t` of them is to be expected, :math:`p(x) = P(F(g(x)) > t) = \Phi((m - F^{-1}(t)) /
+  \sqrt v)`.
 * Any other has a Gaussian posterior, of labels 0 and 1 or of a constraint that is measured. Valid
   is what exceeds a threshold: :math:`p(x) = P(g(x) > t) = \Phi((m - t) / \sqrt v)`, as in BoTorch's
   `LogConstrainedExpectedImprovement`.
+
+All of these are :math:`P(g(x) + \epsilon > \ell)` for some level and some noise
+:math:`\epsilon \sim N(0, s)`: :math:`\Phi(g) = P(g + \epsilon > 0)` with :math:`s = 1`.
 
 BoTorch's own way to a classifier, ``constraints=[...]`` with ``fat=[None]``, is not used: for
 `qLogNoisyExpectedImprovement` it takes no observation for valid, and so inflates the improvement.
@@ -46,6 +52,9 @@ from botorch.utils.transforms import (
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
+
+from seqgp.acquisition.uncertainty import link_of, nugget_of
+from seqgp.likelihoods import BinomialLikelihood
 
 #: Labels are 0 and 1: a Gaussian model of them is above this where it takes a point for valid.
 THRESHOLD = 0.5
@@ -111,7 +120,8 @@ def log_validity(models: Models, X: Tensor, threshold: float = THRESHOLD) -> Ten
     Args:
         models: Validity models, see `seqgp.acquisition.validity`.
         X: ``... x q x d`` inputs.
-        threshold: What a model with a Gaussian posterior has to exceed.
+        threshold: What a model with a Gaussian posterior has to exceed, and the share of trials
+            that one of counts has to.
 
     Returns:
         ``... x q``, with the batch shapes of the models broadcast.
@@ -130,10 +140,8 @@ def log_validity(models: Models, X: Tensor, threshold: float = THRESHOLD) -> Ten
     for model in _flatten(models):
         posterior: Any = model.posterior(X)
         mean, variance = posterior.mean, posterior.variance
-        if _is_probit(model):
-            scaled = mean / (1 + variance).sqrt()
-        else:
-            scaled = (mean - threshold) / variance.clamp_min(_MIN_VARIANCE).sqrt()
+        level, noise = _condition(model, threshold)
+        scaled = (mean - level) / (variance + noise).clamp_min(_MIN_VARIANCE).sqrt()
         log_probability = torch.special.log_ndtr(scaled).sum(-1)
         if is_ensemble(model):
             log_probability = logmeanexp(log_probability, dim=-2)
@@ -184,7 +192,8 @@ class LogValidExpectedImprovement(AcquisitionFunction):
             batch shape.
         posterior_transform: For the objective; required if it has several outputs.
         maximize: Whether larger values of the objective are better.
-        threshold: What validity models with a Gaussian posterior have to exceed.
+        threshold: What validity models with a Gaussian posterior have to exceed, and the share of
+            trials that those of counts have to.
 
     Example:
         >>> import torch
@@ -275,7 +284,8 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
         objective: A function of the outputs of ``model``, as in BoTorch.
         posterior_transform: For the objective, as in BoTorch.
         X_pending: ``m x d`` points that are being evaluated: points of the batch that are given.
-        threshold: What validity models with a Gaussian posterior have to exceed.
+        threshold: What validity models with a Gaussian posterior have to exceed, and the share of
+            trials that those of counts have to.
         eta: Temperature of the indicator that a sample of theirs does.
         fat: Whether the improvement is smoothed with fat tails, as in BoTorch.
         tau_relu: Temperature of the improvement's smoothing.
@@ -381,10 +391,12 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
             samples = sampler(model.posterior(X))
             flat = samples.reshape(len(order), *samples.shape[len(self.sample_shape) :])
             g = flat[order.to(samples.device)].reshape(samples.shape)
-            if _is_probit(model):
-                parts = LogChances(torch.special.log_ndtr(g), torch.special.log_ndtr(-g))
+            level, noise = _condition(model, self.threshold)
+            if noise:
+                scaled = (g - level) / noise**0.5
+                parts = LogChances(torch.special.log_ndtr(scaled), torch.special.log_ndtr(-scaled))
             else:
-                scaled = (g - self.threshold) / self.eta
+                scaled = (g - level) / self.eta
                 parts = LogChances(log_fatmoid(scaled), log_fatmoid(-scaled))
             valid += parts.valid.unbind(-1)
             invalid += parts.invalid.unbind(-1)
@@ -426,21 +438,64 @@ def _flatten(models: Models) -> list[Model]:
     if not result:
         raise ValueError("validity_models: expected at least one model.")
     for model in result:
-        _is_probit(model)
+        _condition(model, THRESHOLD)
     return result
 
 
-def _is_probit(model: Model | torch.nn.Module) -> bool:
-    """Whether the posterior is over the latent function of a Bernoulli likelihood."""
+class _Condition(NamedTuple):
+    """That a latent value plus Gaussian noise exceeds a level.
+
+    Attributes:
+        level: The level.
+        noise: The variance of the noise.
+    """
+
+    level: float
+    noise: float
+
+
+def _condition(model: Model | torch.nn.Module, threshold: float) -> _Condition:
+    """What the latent function of a validity model is to fulfil."""
     likelihood = getattr(model, "likelihood", None)
-    if isinstance(likelihood, BernoulliLikelihood):
-        return True
     if likelihood is None or isinstance(likelihood, _GaussianLikelihoodBase):
-        return False
+        return _Condition(threshold, 0.0)
+    if isinstance(likelihood, BernoulliLikelihood):
+        return _Condition(0.0, 1.0)
+    if isinstance(likelihood, BinomialLikelihood):
+        share = torch.tensor(threshold, dtype=torch.float64, device="cpu")
+        level = link_of(likelihood).inverse(share)
+        if not level.isfinite():
+            raise ValueError(f"threshold: expected a share of trials below 1, got {threshold}.")
+        noise = torch.as_tensor(nugget_of(likelihood)).detach()
+        return _Condition(float(level), float(noise))
     raise UnsupportedError(
-        f"validity_models: expected a BernoulliLikelihood (labels 0 and 1) or a Gaussian one, got "
-        f"{type(likelihood).__name__}."
+        "validity_models: expected a BernoulliLikelihood (labels 0 and 1), a BinomialLikelihood "
+        f"(counts) or a Gaussian one, got {type(likelihood).__name__}."
     )
+
+
+def takes_for_valid(
+    model: Model | torch.nn.Module, observed: Tensor, threshold: float = THRESHOLD
+) -> Tensor:
+    """Which observations of a validity model are those of valid points.
+
+    Args:
+        model: The validity model.
+        observed: ``... x m`` observations: labels, counts or real values.
+        threshold: What labels and values have to exceed, and the share of trials that counts do.
+
+    Returns:
+        Booleans of the same shape.
+    """
+    likelihood = getattr(model, "likelihood", None)
+    if not isinstance(likelihood, BinomialLikelihood):
+        return observed > threshold
+    if likelihood.total_count is None:
+        raise UnsupportedError(
+            "validity_models: of counts, the total is to be known to the likelihood, as in "
+            "BinomialLikelihood(total_count=5)."
+        )
+    return observed > threshold * likelihood.total_count.to(observed)
 
 
 def _check_objective(

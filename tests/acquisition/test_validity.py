@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ from seqgp.acquisition import (
     log_validity,
     qLogValidExpectedImprovement,
 )
-from seqgp.acquisition.validity import LogChances, log_expected_best
+from seqgp.acquisition.validity import LogChances, log_expected_best, takes_for_valid
 from seqgp.dual.sites import base_samples
+from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
 from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -71,6 +73,15 @@ def classifier(n: int = 25, flip: bool = False) -> SequentialGP:
 def gaussian(n: int = 25) -> SingleTaskGP:
     X = make_inputs(n, 2)
     return SingleTaskGP(X, labels(X), covar_module=make_kernel(0.6), outcome_transform=None)
+
+
+def counter(kind: str = "counts", **options: Any) -> SequentialGP:
+    """Of five trials at each input, how many were valid."""
+    kinds = {"counts": BinomialLikelihood, "overdispersed": OverdispersedBinomialLikelihood}
+    X = make_inputs(25, 2)
+    Y = (6 * (0.9 - X[..., :1])).round().clamp(0, 5)
+    likelihood = kinds[kind](total_count=5, **options)
+    return SequentialGP(X, Y, likelihood=likelihood, covar_module=make_kernel(0.6, 3.0))
 
 
 def sampler(n: int, seed: int = 0) -> SobolQMCNormalSampler:
@@ -129,6 +140,50 @@ def test_threshold_of_a_constraint_that_is_measured() -> None:
         ModelListGP(f, g), 0.3, objective_index=0, constraints={1: (-0.2, None)}
     )
     assert_close(LogValidExpectedImprovement(f, g, 0.3, threshold=-0.2)(X), theirs(X), 1e-10)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+@pytest.mark.parametrize(
+    ("kind", "link"), [("counts", "logit"), ("counts", "probit"), ("overdispersed", "logit")]
+)
+def test_validity_of_counts_is_what_integration_says(
+    kind: str, link: str, threshold: float
+) -> None:
+    """The chance that more than a share of many trials would be valid."""
+    model = counter(kind) if kind == "overdispersed" else counter(kind, link=link)
+    X = make_inputs(6, 1, 2)
+    share = torch.sigmoid if link == "logit" else torch.special.ndtr
+    noise = model.likelihood.nugget.detach() if kind == "overdispersed" else torch.zeros(())
+    actual = log_validity(model, X, threshold).exp().squeeze(-1)
+    for x, value in zip(X, actual, strict=True):
+        g = model.posterior(x)
+        expected = integrate(
+            lambda y: (share(y) > threshold).to(y),
+            g.mean.squeeze(),
+            g.variance.squeeze() + noise,
+        )
+        assert_close(value, expected, 3e-5)  # the steps of the indicator, as above
+    assert actual.max() - actual.min() > 0.2
+
+
+def test_which_observations_are_valid() -> None:
+    counts = torch.tensor([[0.0], [2.0], [3.0], [5.0]])
+    assert takes_for_valid(counter(), counts).flatten().tolist() == [False, False, True, True]
+    assert takes_for_valid(counter(), counts, 0.8).flatten().tolist() == [False, False, False, True]
+    for model in (classifier(), gaussian()):
+        labels = torch.tensor([[0.0], [1.0]])
+        assert takes_for_valid(model, labels).flatten().tolist() == [False, True]
+    X, total = make_inputs(25, 2), torch.full((25,), 5.0)
+    model = SequentialGP(
+        X,
+        torch.ones(25, 1),
+        likelihood=BinomialLikelihood(),
+        likelihood_arguments={"total_count": total},
+    )
+    with pytest.raises(UnsupportedError, match="total"):
+        takes_for_valid(model, counts)
+    with pytest.raises(ValueError, match="below 1"):
+        log_validity(counter(), X, 1.0)
 
 
 def test_log_form_is_the_plain_form() -> None:
@@ -276,9 +331,9 @@ def test_batch_by_simulation(kind: str) -> None:
     assert ((actual - draws.mean(0)).abs() < 8 * error).all()
 
 
-@pytest.mark.parametrize("kind", ["bernoulli", "gaussian"])
+@pytest.mark.parametrize("kind", ["bernoulli", "gaussian", "counts", "overdispersed"])
 def test_batch_of_one_is_the_analytic_value(kind: str) -> None:
-    g = classifier() if kind == "bernoulli" else gaussian()
+    g = {"bernoulli": classifier, "gaussian": gaussian}.get(kind, partial(counter, kind))()
     f, X = objective(), make_inputs(6, 1, 2)
     batch = qLogValidExpectedImprovement(f, g, 0.8, sampler(2**15))(X).exp()
     # The indicator is smoothed over 1e-3 of the constraint's scale.

@@ -182,7 +182,7 @@ class BatchOptimizer:
         if len(self.X) < max(self.num_initial, 1):
             return self._initial_points(known, q)
         objective, validity = self.objective_model, self.validity_model
-        if objective is not None and not self.valid.any():
+        if objective is not None and not self.num_valid.any():
             validity = None  # nothing is known of it but that it is not where all others are
         models = [model for model in (objective, validity) if model is not None]
         best_f = None if self.objective_model is None else self._best_f()

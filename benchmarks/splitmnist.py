@@ -80,8 +80,9 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     for name in names[-2:]:
         for seed in seeds:
             for share in SHARES[-3::2] if options.quick else SHARES:
-                key = f"{name}/memory {share:g}%/seed{seed}"
-                work.append(Unit(key, partial(measure_share, name, share, seed)))
+                for replay in sorted({DATA_SETS[name].replay, 0.0}, reverse=True):
+                    key = f"{name}/{_memory_label(name, share, replay)}/seed{seed}"
+                    work.append(Unit(key, partial(measure_share, name, share, replay, seed)))
             work.append(Unit(f"{name}/leverage/seed{seed}", partial(leverage, name, seed)))
     for seed in seeds:
         key = f"{names[-1]}/ours, float32/seed{seed}"
@@ -97,11 +98,18 @@ def measure(name: str, method: str, seed: int, dtype: torch.dtype | None = None)
     return _measure(tasks_of(name, seed, dtype=dtype), METHODS[method])
 
 
-def measure_share(name: str, share: float, seed: int) -> dict[str, Any]:
+def measure_share(name: str, share: float, replay: float, seed: int) -> dict[str, Any]:
     """Ours with another memory."""
     number = round(share / 100 * DATA_SETS[name].batch)
-    measured = _measure(tasks_of(name, seed), partial(continual.ours, memory=number))
-    return {**measured, "remembered": number}
+    method = partial(continual.ours, memory=number, replay=replay)
+    return {**_measure(tasks_of(name, seed), method), "remembered": number}
+
+
+def _memory_label(name: str, share: float, replay: float) -> str:
+    """What a memory is called; its replay is said if it is not the data set's."""
+    return f"memory {share:g}%" + (
+        "" if replay == DATA_SETS[name].replay else f", replay {replay:g}"
+    )
 
 
 def _measure(tasks: Tasks, method: Callable[[Tasks], Iterator[Predict]]) -> dict[str, Any]:
@@ -241,18 +249,23 @@ def _by_task(name: str, units: dict[str, dict[str, Any]]) -> list[str]:
 
 def _shares(name: str, units: dict[str, dict[str, Any]]) -> list[str]:
     """Accuracy against the size of the memory."""
-    sizes = [share for share in SHARES if _seeds(units, f"memory {share:g}%")]
-    if not sizes:
+    replays = sorted({DATA_SETS[name].replay, 0.0}, reverse=True)
+    labels = [_memory_label(name, share, replay) for replay in replays for share in SHARES]
+    if not any(_seeds(units, label) for label in labels):
         return []
     lines = [
-        f"{name}: accuracy and NLPD of ours against the share of each batch that is remembered.",
+        f"{name}: accuracy and NLPD of ours against the share of each batch that is remembered, "
+        f"replay {replays[0]:g} if not said otherwise.",
         "",
         "| remembered | accuracy | NLPD | seconds |",
         "|---|---|---|---|",
     ]
     for label, found in [
         ("none", _seeds(units, "ours, no memory")),
-        *((f"{share:g} %", _seeds(units, f"memory {share:g}%")) for share in sizes),
+        *(
+            (label.replace("memory ", "").replace("%", " %"), _seeds(units, label))
+            for label in labels
+        ),
     ]:
         if found:
             cells = [_mean(found, "accuracy"), _mean(found, "nlpd")]

@@ -7,10 +7,15 @@ models are those of the paper: for the reward an ARD Matern-5/2 kernel, for succ
 kernel of variance 100, with BoTorch's prior on lengthscales for all alike. All learn
 hyperparameters after every three evaluations, from rewards without their long lower tail
 (`without_tail`). The rewards of failures are known to all.
+
+A *committee* is three optimisers that see the same evaluations through different models
+(`COMMITTEE`) and take turns; each imagines the outcomes of what the others have proposed for the
+same batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 import warnings
@@ -20,17 +25,20 @@ from typing import Any
 
 import torch
 from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms.input import InputTransform, Warp
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from botorch.utils.sampling import draw_sobol_samples
-from gpytorch.kernels import ScaleKernel
+from gpytorch.kernels import Kernel, MaternKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood
-from gpytorch.means import ZeroMean
+from gpytorch.means import ConstantMean, ZeroMean
+from gpytorch.priors import GammaPrior
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
 from benchmarks.lander import CONSTANTS, DIMENSION, Lander, bounds
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
+from seqgp.likelihoods import BinomialLikelihood
 from seqgp.loop import BatchOptimizer
 
 INITIAL, BATCH, EPISODES = 24, 3, 5
@@ -42,6 +50,8 @@ WAYS = {
     "believer": "Kriging believer, batches of 3",
     "qlognei": "qLogNEI, Gaussian 0/1, batches of 3",
     "random": "random",
+    "committee": "committee of three models, batches of 3",
+    "committee one at a time": "committee of three models, one at a time",
 }
 
 
@@ -49,7 +59,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """All ways for each seed."""
     quick = options.quick
     evaluations, episodes = (INITIAL + 6, 1) if quick else (90, EPISODES)
-    seeds = options.repeats or (1 if quick else 5)
+    seeds = options.repeats or (1 if quick else 10)
     work = [
         Unit(f"{way}/seed{seed}", partial(measure, way, seed, evaluations, episodes))
         for seed in range(seeds)
@@ -68,34 +78,68 @@ def without_tail(Y: Tensor) -> Tensor:
     return Y.clamp_min(middle - 1.5 * (high - low))
 
 
-def make_objective(X: Tensor, Y: Tensor) -> SequentialGP:
+def make_objective(
+    X: Tensor, Y: Tensor, kernel: Kernel | None = None, inputs: InputTransform | None = None
+) -> SequentialGP:
     """The reward: Gaussian, Matern-5/2."""
-    kernel = get_covar_module_with_dim_scaled_prior(DIMENSION, use_rbf_kernel=False)
+    kernel = kernel or get_covar_module_with_dim_scaled_prior(DIMENSION, use_rbf_kernel=False)
     return SequentialGP(
         X,
         without_tail(Y),
         covar_module=ScaleKernel(kernel).to(X),
-        input_transform=Normalize(DIMENSION, bounds=bounds()),
+        input_transform=inputs or Normalize(DIMENSION, bounds=bounds()),
         outcome_transform=Standardize(1),
     )
 
 
-def make_validity(X: Tensor, labels: Tensor) -> SequentialGP:
-    """Success: Bernoulli, RBF of variance 100, and zero mean, so that nothing is given up early."""
+def make_validity(
+    X: Tensor, landings: Tensor, episodes: int | None = None, learn_mean: bool = False
+) -> SequentialGP:
+    """Success: an RBF of variance 100.
+
+    Args:
+        X: Constants.
+        landings: Whether there was success, or how many landings there were.
+        episodes: Of how many, if they were counted.
+        learn_mean: Whether the mean is learnt, or zero, so that nothing is given up early.
+    """
     kernel = ScaleKernel(get_covar_module_with_dim_scaled_prior(DIMENSION)).to(X)
     kernel.outputscale = 100.0
     kernel.raw_outputscale.requires_grad_(False)
+    counts = episodes is not None
     return SequentialGP(
         X,
-        labels,
-        likelihood=BernoulliLikelihood(),
+        landings,
+        likelihood=BinomialLikelihood(episodes, link="probit") if counts else BernoulliLikelihood(),
         covar_module=kernel,
-        mean_module=ZeroMean(),
+        mean_module=ConstantMean() if learn_mean else ZeroMean(),
         input_transform=Normalize(DIMENSION, bounds=bounds()),
     )
 
 
-def measure(way: str, seed: int, evaluations: int, episodes: int, **changes: Any) -> dict[str, Any]:
+def with_short_lengthscales(X: Tensor, Y: Tensor) -> SequentialGP:
+    """The reward, with BoTorch's former prior on lengthscales."""
+    prior = GammaPrior(3.0, 6.0)
+    return make_objective(X, Y, MaternKernel(2.5, ard_num_dims=DIMENSION, lengthscale_prior=prior))
+
+
+def of_square_roots(X: Tensor, Y: Tensor) -> SequentialGP:
+    """The reward, as a function of the constants' square roots."""
+    roots = Warp(DIMENSION, list(range(DIMENSION)), bounds=bounds()).to(X)
+    roots._set_concentration(1, 0.5)
+    roots.requires_grad_(False)
+    return make_objective(X, Y, inputs=roots)
+
+
+#: A model of the reward each, and whether landings are counted and their mean share is learnt.
+COMMITTEE = (
+    (make_objective, False, False),
+    (with_short_lengthscales, True, False),
+    (of_square_roots, True, True),
+)
+
+
+def measure(way: str, seed: int, evaluations: int, episodes: int) -> dict[str, Any]:
     """Reward and success of each evaluation, in order, and seconds that proposing took."""
     torch.manual_seed(seed)
     lander = Lander(seed, episodes)
@@ -109,35 +153,42 @@ def measure(way: str, seed: int, evaluations: int, episodes: int, **changes: Any
         landed.extend(outcome.landed for outcome in outcomes)
         return (
             torch.tensor([outcome.reward for outcome in outcomes]).to(X),
-            torch.tensor([outcome.landed >= 0.5 for outcome in outcomes]),
+            torch.tensor([round(episodes * outcome.landed) for outcome in outcomes]),
         )
 
+    def judge(X: Tensor) -> tuple[Tensor, Tensor]:
+        Y, landings = evaluate(X)
+        return Y, landings > episodes / 2
+
+    common = {
+        "num_initial": INITIAL,
+        "learn_from_failures": True,
+        "refit_every": BATCH,
+        "fit_options": FIT,
+        **OPTIMIZE,
+    }
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Y, valid = evaluate(X)
         if way == "random":
-            evaluate(bounds()[1] * torch.rand(evaluations - INITIAL, DIMENSION).to(X))
+            judge(X)
+            judge(bounds()[1] * torch.rand(evaluations - INITIAL, DIMENSION).to(X))
         elif way == "qlognei":
-            run_qlognei(X, Y, valid, evaluate, evaluations)
+            run_qlognei(X, *judge(X), judge, evaluations)
+        elif way.startswith("committee"):
+            q = BATCH if way == "committee" else 1
+            run_committee(X, *evaluate(X), evaluate, evaluations, q, episodes, seed, common)
         else:
             optimizer = BatchOptimizer(
                 bounds(),
-                **{
-                    "num_initial": INITIAL,
-                    "fantasy": "believer" if way == "believer" else "mean",
-                    "learn_from_failures": True,
-                    "make_objective": make_objective,
-                    "make_validity": make_validity,
-                    "refit_every": BATCH,
-                    "fit_options": FIT,
-                    "seed": seed,
-                    **OPTIMIZE,
-                    **changes,
-                },
+                fantasy="believer" if way == "believer" else "mean",
+                make_objective=make_objective,
+                make_validity=make_validity,
+                seed=seed,
+                **common,
             )
-            optimizer.tell(X, Y, valid)
-            optimizer.run(evaluate, evaluations, 1 if way == "sequential" else BATCH, False)
+            optimizer.tell(X, *judge(X))
+            optimizer.run(judge, evaluations, 1 if way == "sequential" else BATCH, False)
     return {
         "rewards": rewards,
         "landed": landed,
@@ -156,6 +207,45 @@ def run_qlognei(X: Tensor, Y: Tensor, valid: Tensor, evaluate: Any, evaluations:
         new_Y, new_valid = evaluate(candidates)
         X, Y = torch.cat([X, candidates]), torch.cat([Y, new_Y])
         valid = torch.cat([valid, new_valid])
+
+
+def run_committee(
+    X: Tensor,
+    Y: Tensor,
+    landings: Tensor,
+    evaluate: Any,
+    evaluations: int,
+    q: int,
+    episodes: int,
+    seed: int,
+    options: dict[str, Any],
+) -> None:
+    """Optimisers that take turns; what one has proposed for a batch is pending for the next."""
+    members = []
+    for number, (objective, counted, learn_mean) in enumerate(COMMITTEE):
+        trials = episodes if counted else None
+        validity = partial(make_validity, episodes=trials, learn_mean=learn_mean)
+        member = BatchOptimizer(
+            bounds(),
+            num_trials=trials or 1,
+            make_objective=objective,
+            make_validity=validity,
+            seed=seed + 1000 * number,
+            **options,
+        )
+        members.append((member, counted))
+    total = 0
+    for batch in itertools.count():
+        for member, counted in members:
+            member.tell(X, Y, landings if counted else landings > episodes / 2)
+        total += len(X)
+        if total >= evaluations:
+            return
+        X = X[:0]
+        for turn in range(batch, batch + min(q, evaluations - total)):
+            member, _ = members[turn % len(members)]
+            X = torch.cat([X, member.ask(1, X_pending=X if len(X) else None)])
+        Y, landings = evaluate(X)
 
 
 def best_so_far(row: dict[str, Any]) -> Tensor:
@@ -207,7 +297,9 @@ def plot(curves: dict[str, Tensor], directory: Path) -> str:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for (label, runs), colour in zip(curves.items(), ("C3", "C0", "C2", "C4", "C7"), strict=False):
+    for (label, runs), colour in zip(
+        curves.items(), ("C3", "C0", "C2", "C4", "C7", "C1", "C9"), strict=False
+    ):
         x = range(INITIAL, runs.shape[1] + 1)
         for run in runs[:, INITIAL - 1 :]:
             axes.plot(x, run, color=colour, alpha=0.25, linewidth=0.8)

@@ -244,7 +244,7 @@ def run_committee(
         X = X[:0]
         for turn in range(batch, batch + min(q, evaluations - total)):
             member, _ = members[turn % len(members)]
-            X = torch.cat([X, member.ask(1, X_pending=X if len(X) else None)])
+            X = torch.cat([X, member.ask(1, X_pending=X)])
         Y, landings = evaluate(X)
 
 
@@ -262,11 +262,11 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     ]
     curves = {}
     present = [way for way in WAYS if any(key.startswith(f"{way}/") for key in units)]
+    first = [key.partition("/")[2] for key in units if key.startswith(f"{present[0]}/")]
     seeds = [  # that all ways have: an unfinished run compares like with like
-        key.partition("/")[2]
-        for key in units
-        if key.startswith(f"{present[0]}/")
-        and all(f"{way}/{key.partition('/')[2]}" in units for way in present)
+        seed
+        for seed in sorted(first, key=lambda seed: int(seed.removeprefix("seed")))
+        if all(f"{way}/{seed}" in units for way in present)
     ]
     for way, label in WAYS.items():
         rows = [units[f"{way}/{seed}"] for seed in seeds if way in present]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from botorch.fit import fit_gpytorch_mll
 from botorch.models.model import Model
@@ -17,6 +18,7 @@ from botorch.utils.sampling import get_polytope_samples
 from botorch.utils.transforms import unnormalize
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
+from scipy import optimize  # a dependency of BoTorch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
@@ -40,7 +42,7 @@ from seqgp.likelihoods import BinomialLikelihood
 from seqgp.model import SequentialGP
 from seqgp.objectives import DualELBO
 from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs, check_tensor
+from seqgp.validation import check_inputs, check_tensor, is_whole
 
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
@@ -128,7 +130,7 @@ class BatchOptimizer:
             raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
         if num_initial is not None and num_initial < 0:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
-        if not isinstance(num_trials, int) or num_trials < 1:
+        if not is_whole(num_trials) or num_trials < 1:
             raise ValueError(f"num_trials: expected a number of at least 1, got {num_trials!r}.")
         optimizer = options.get("optimizer")
         others = {name: value for name, value in options.items() if name != "optimizer"}
@@ -139,7 +141,7 @@ class BatchOptimizer:
         self.maximize, self.seed = maximize, seed
         self.num_initial = 2 * (d + 1) if num_initial is None else num_initial
         self.fantasy, self.separation = fantasy, separation
-        self.num_trials = num_trials
+        self.num_trials = int(num_trials)
         self.learn_from_failures, self.incumbent = learn_from_failures, incumbent
         self.refit_every = refit_every
         self.make_objective = make_objective or self._default_objective
@@ -173,7 +175,7 @@ class BatchOptimizer:
 
     def _propose(self, q: int, X_pending: Tensor | None, progress: bool) -> Tensor:
         """What `ask` returns; a warning is about the caller of its caller."""
-        if not isinstance(q, int) or q < 1:
+        if not is_whole(q) or q < 1:
             raise ValueError(f"q: expected a whole number of points, at least one, got {q!r}.")
         known = self.X
         if X_pending is not None:
@@ -331,6 +333,7 @@ class BatchOptimizer:
             "X": self.X.clone(),
             "Y": self.Y.clone(),
             "num_trials": self.num_trials,
+            "learn_from_failures": self.learn_from_failures,
             "num_valid": self.num_valid.clone(),
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
@@ -354,7 +357,7 @@ class BatchOptimizer:
                 f"state: expected version {_VERSION}, got {state['version']}: it was saved by "
                 "another version of seqgp."
             )
-        for name in ("bounds", "maximize", "num_trials"):
+        for name in ("bounds", "maximize", "num_trials", "learn_from_failures"):
             saved, own = state[name], getattr(self, name)
             before, now = (torch.as_tensor(value).to(self.bounds) for value in (saved, own))
             if not torch.equal(before, now):
@@ -510,8 +513,11 @@ class BatchOptimizer:
             for k, row in enumerate(X):
                 for index, value in alternatives[k % len(alternatives)].items():
                     row[index] = value
-        for name in ("discrete_dims", "cat_dims"):
-            for index, levels in (options.get(name) or {}).items():
+        levels_of = {**(options.get("discrete_dims") or {}), **(options.get("cat_dims") or {})}
+        if levels_of and constraints:
+            X = _nearest_allowed(X, bounds, levels_of, **constraints)
+        else:
+            for index, levels in levels_of.items():
                 levels = torch.as_tensor(levels, dtype=X.dtype, device=X.device)
                 span = (self.bounds[1, index] - self.bounds[0, index]).clamp_min(1e-12)
                 share = ((X[:, index] - self.bounds[0, index]) / span).clamp(0, 1)
@@ -523,6 +529,75 @@ class BatchOptimizer:
         if options.get("post_processing_func"):
             X = options["post_processing_func"](X)
         return X
+
+
+def _nearest_allowed(
+    X: Tensor,
+    bounds: Tensor,
+    levels_of: Mapping[int, Any],
+    inequality_constraints: Sequence[tuple[Tensor, Tensor, float]] = (),
+    equality_constraints: Sequence[tuple[Tensor, Tensor, float]] = (),
+) -> Tensor:
+    r"""The nearest points at which some inputs have one of their levels, and constraints hold.
+
+    Of each point a mixed-integer linear program: of all :math:`x` that are allowed the one with the
+    least sum of distances :math:`t_i \ge |x_i - X_i|`, relative to the bounds, where
+    :math:`x_i = \sum_l z_{il} \ell_{il}` with one :math:`z_{il} \in \{0, 1\}` for each level.
+
+    Args:
+        X: ``n x d`` points.
+        bounds: ``2 x d`` bounds.
+        levels_of: The levels of inputs that have such.
+        inequality_constraints: Triples of indices, coefficients and what they are to add up to at
+            least, as for BoTorch.
+        equality_constraints: The same, exactly.
+    """
+    d = X.shape[-1]
+    low, high = bounds.double().cpu().numpy()
+    levels = [(index, float(level)) for index, values in levels_of.items() for level in values]
+    size = 2 * d + len(levels)  # x, t, z
+    rows, least, most = [], [], []
+
+    def demand(entries: Mapping[int, float], at_least: float, at_most: float) -> None:
+        row = np.zeros(size)
+        for column, value in entries.items():
+            row[column] += value
+        rows.append(row)
+        least.append(at_least)
+        most.append(at_most)
+
+    for constraints, at_most in ((inequality_constraints, np.inf), (equality_constraints, None)):
+        for indices, coefficients, total in constraints or ():
+            entries = dict(zip(indices.tolist(), coefficients.tolist(), strict=True))
+            demand(entries, total, total if at_most is None else at_most)
+    for index in levels_of:
+        own = {2 * d + k: level for k, (i, level) in enumerate(levels) if i == index}
+        demand({index: -1.0, **own}, 0.0, 0.0)
+        demand(dict.fromkeys(own, 1.0), 1.0, 1.0)
+    fixed = len(rows)
+    for i in range(d):
+        demand({i: 1.0, d + i: -1.0}, -np.inf, 0.0)  # x - t <= X
+        demand({i: 1.0, d + i: 1.0}, 0.0, np.inf)  # x + t >= X
+    cost = np.concatenate([np.zeros(d), 1 / np.maximum(high - low, 1e-12), np.zeros(len(levels))])
+    box = optimize.Bounds(
+        np.concatenate([low, np.zeros(d + len(levels))]),
+        np.concatenate([high, np.full(d, np.inf), np.ones(len(levels))]),
+    )
+    integrality = np.concatenate([np.zeros(2 * d), np.ones(len(levels))])
+    result = []
+    for point in X.double().cpu().numpy():
+        lower, upper = np.array(least), np.array(most)
+        upper[fixed::2], lower[fixed + 1 :: 2] = point, point
+        linear = optimize.LinearConstraint(np.array(rows), lower, upper)
+        solved = optimize.milp(cost, constraints=linear, bounds=box, integrality=integrality)
+        if solved.x is None:
+            raise ValueError("constraints: no point satisfies them with the levels that there are.")
+        x = solved.x[:d]
+        for index, values in levels_of.items():  # exactly
+            allowed = np.array([float(level) for level in values])
+            x[index] = allowed[np.abs(allowed - x[index]).argmin()]
+        result.append(torch.as_tensor(x))
+    return torch.stack(result).to(X)
 
 
 class _Learner:

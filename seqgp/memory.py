@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from seqgp.validation import is_whole
 
 Policy = Callable[[Tensor, int, torch.Generator], Tensor]
 
@@ -45,6 +48,22 @@ POLICIES: dict[str, Policy] = {
     "random": at_random,
     "recent": most_recent,
 }
+
+
+def _ask(policy: Policy, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """What a policy chooses, which may be the user's own."""
+    chosen = policy(leverage, size, generator)
+    if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.dtype != torch.long:
+        raise TypeError(
+            f"policy: expected a function that returns a tensor of indices, got {chosen!r:.80}."
+        )
+    within = bool(((chosen >= 0) & (chosen < len(leverage))).all())
+    if not within or len(chosen) > size or len(chosen.unique()) < len(chosen):
+        raise ValueError(
+            f"policy: expected at most {size} indices below {len(leverage)}, each once, got "
+            f"{chosen.tolist()!r:.80}."
+        )
+    return chosen
 
 
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
@@ -102,14 +121,25 @@ class MemoryOptions:
         if isinstance(self.policy, str) and self.policy not in {*POLICIES, "none"}:
             names = ", ".join(map(repr, [*POLICIES, "none"]))
             raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
+        if not isinstance(self.policy, str) and not callable(self.policy):
+            raise TypeError(f"policy: expected a name or a function, got {self.policy!r}.")
+        if isinstance(self.replay, bool) or not isinstance(self.replay, Real):
+            raise TypeError(f"replay: expected a number in [0, 1], got {self.replay!r}.")
         if not 0 <= self.replay <= 1:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
+        if self.replay and (self.policy == "none" or 0 in (self.capacity, self.per_update)):
+            raise ValueError("replay: nothing is remembered that could stand for the rest.")
         for name in ("capacity", "per_update"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | None):
-                raise TypeError(f"{name}: expected a number or None, got {value!r}.")
-            if value is not None and value < 0:
+            if value is None:
+                continue
+            if not is_whole(value) and not (name == "capacity" and isinstance(value, float)):
+                share = ", or a share of what has been seen," if name == "capacity" else ""
+                raise TypeError(f"{name}: expected a whole number{share} or None, got {value!r}.")
+            if not value >= 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
+            if is_whole(value):
+                object.__setattr__(self, name, int(value))  # NumPy's become Python's
         if isinstance(self.capacity, float) and self.capacity > 1:
             raise ValueError(
                 f"capacity: expected a whole number, or a share between 0 and 1, got "
@@ -121,8 +151,8 @@ class MemoryOptions:
         """Options as they are, or from a number of observations."""
         if isinstance(given, MemoryOptions):
             return given
-        if isinstance(given, int) and not isinstance(given, bool):
-            return cls(capacity=given)
+        if is_whole(given):
+            return cls(capacity=int(given))
         share = f"; a share of what has been seen is MemoryOptions({given})"
         raise TypeError(
             f"memory: expected MemoryOptions or a whole number of observations, got {given!r}"
@@ -133,7 +163,9 @@ class MemoryOptions:
         """The same with the capacity as a number, once so many observations have been seen."""
         if not isinstance(self.capacity, float):
             return self
-        return replace(self, capacity=int(self.capacity * num_seen))
+        # A share of few is one of them, not none.
+        number = max(int(self.capacity * num_seen), 1) if self.capacity else 0
+        return replace(self, capacity=number)
 
     def inclusion_of(self, leverage: Tensor, num_new: int, classes: Tensor | None = None) -> Tensor:
         """How probable it was for each of ``n`` observations to be kept; arguments as `choose`."""
@@ -166,6 +198,7 @@ class MemoryOptions:
                 capacity=capacity[k],
                 per_update=per_update[k],
                 seed=self.seed + 7919 * k,
+                replay=0.0,
                 balance=False,
             )
             yield i, options, new[k]
@@ -216,9 +249,9 @@ class MemoryOptions:
             old = n - num_new
             candidates = candidates[:old]
             if self.per_update:
-                new = policy(leverage[old:], self.per_update, generator)
+                new = _ask(policy, leverage[old:], self.per_update, generator)
                 candidates = torch.cat([candidates, old + new])
         if self.capacity is not None and len(candidates) > self.capacity:
-            kept = policy(leverage[candidates], int(self.capacity), generator)
+            kept = _ask(policy, leverage[candidates], int(self.capacity), generator)
             candidates = candidates[kept]
         return candidates

@@ -464,6 +464,8 @@ class StreamMixin:
         if X.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
         check_Y(X, Y, "X", "Y", self._num_columns, self.likelihood)
+        if noise is not None:
+            check_tensor(noise, "noise")
         if noise is not None and noise.shape != Y.shape:
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
@@ -475,8 +477,8 @@ class StreamMixin:
         arguments = self._per_point(arguments, Y.shape)
         if noise is not None and self.num_data and "noise" not in self.likelihood_arguments:
             raise ValueError(
-                "noise: this model has a noise of its own, which it learns; build it with "
-                "train_Yvar to give the noise variances of Gaussian observations."
+                "noise: only a model that has been built with train_Yvar takes the noise "
+                "variances of Gaussian observations."
             )
         dtype = self.train_inputs[0].dtype
         X, Y = X.to(dtype), Y.to(dtype)
@@ -523,8 +525,8 @@ class StreamMixin:
         strategy, Z = self.variational_strategy, self.variational_strategy.inducing_points.detach()
         X, _, _ = self.training_data()
         chosen = choose_inducing_points(
-            Z.reshape(-1, *Z.shape[-2:])[0],
-            X.reshape(-1, *X.shape[-2:])[0],
+            _first_of_batch(Z),
+            _first_of_batch(X),
             self.covar_module,
             max(Z.shape[-2], self.max_inducing) if max_points is None else max_points,
             allocator,
@@ -695,6 +697,11 @@ class StreamMixin:
             for name, parameter, constraint in self.named_parameters_and_constraints()
             if not name.endswith("inducing_points")
         }
+
+
+def _first_of_batch(X: Tensor) -> Tensor:
+    """``n x d``, the first of ``... x n x d``; there may be none of ``n``."""
+    return X if X.dim() == 2 else X.flatten(0, -3)[0]
 
 
 def _sum_over_batch(scores: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def check_tensor(value: Any, name: str) -> None:
         )
 
 
+def is_whole(value: Any) -> bool:
+    """Whether something is a whole number; NumPy's are, true and false are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -> None:
     """Raise unless ``inputs`` is a finite ``... x n x d`` floating point tensor.
 
@@ -65,8 +71,8 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
         raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
     if inputs.dim() < 2:
         raise ValueError(
-            f"{name}: expected shape ... x n x d, got {tuple(inputs.shape)}; a single column of "
-            f"inputs is {name}.unsqueeze(-1)."
+            f"{name}: expected shape ... x n x d, got {tuple(inputs.shape)}; a single "
+            f"point is {name}.unsqueeze(0), a single column of inputs {name}.unsqueeze(-1)."
         )
     if dim is not None and inputs.shape[-1] != dim:
         raise ValueError(

@@ -58,6 +58,7 @@ from seqgp.dual.sites import (
     precision_floor,
 )
 from seqgp.dual.sites import sites as make_sites
+from seqgp.dual.summary import least_square
 from seqgp.dual_state import DualState, State
 from seqgp.linear_operators import PosteriorCovariance
 from seqgp.observations import Observations, arguments_held_by
@@ -512,12 +513,19 @@ class DualVariationalStrategy(DualState):
         summary = self._folded(state, data, sites, -1)
         eigenvalues = torch.linalg.eigvalsh(summary.duals.B)
         tolerance = 1e-6 * (1 + torch.linalg.eigvalsh(self.summary_B).amax(-1, keepdim=True))
-        if bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any()):
-            bounded = ", or, as classes are still to come, were folded as a bound that has changed"
-            bounded = "" if unseen is None else bounded
+        impossible = bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any())
+        exact = summary_noise(data.likelihood) is not None
+        if exact:
+            # By more than what hyperparameters that have changed since can make of it.
+            least = least_square(summary)
+            impossible |= bool((least < -0.01 * (1 + self.summary.square)).any())
+        if impossible:
+            moved = ", or their sites have changed too much since they were folded"
+            if unseen is not None:
+                moved += " as a bound, as classes are still to come"
             raise ValueError(
                 "targets: these observations are not part of what has been learnt"
-                f"{bounded}: without them the summary would no longer be positive "
+                f"{'' if exact else moved}: without them the summary would no longer be positive "
                 "semi-definite."
             )
         self._store(state.duals, state, summary=summary)

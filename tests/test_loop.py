@@ -19,7 +19,7 @@ from seqgp import SequentialGP
 from seqgp.acquisition import NoValidObservationWarning, log_validity
 from seqgp.dual.sites import base_samples
 from seqgp.likelihoods import BinomialLikelihood
-from seqgp.loop import BatchOptimizer
+from seqgp.loop import BatchOptimizer, _nearest_allowed
 from tests.helpers import assert_close, assert_untouched, make_inputs, state_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -286,11 +286,23 @@ def test_initial_points() -> None:
             lambda X: (2 * X[:, 0] % 1) == 0,
         ),
         (
+            {
+                "discrete_dims": {0: [0.0, 0.3, 1.0]},
+                "options": {},
+                "inequality_constraints": [
+                    (torch.tensor([0, 1]), torch.tensor([-1.0, -1.0], dtype=torch.float64), -0.5)
+                ],
+            },
+            lambda X: (
+                torch.isin(X[:, 0], torch.tensor([0.0, 0.3]).double()) & (X.sum(-1) <= 0.5 + 1e-6)
+            ),
+        ),
+        (
             {"choices": torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 2).double()},
             lambda X: ((3 * X - (3 * X).round()).abs() < 1e-6).all(-1),
         ),
     ],
-    ids=["fixed", "constrained", "list", "discrete", "choices"],
+    ids=["fixed", "constrained", "list", "discrete", "both", "choices"],
 )
 def test_spaces(options: dict[str, Any], holds: Callable[[Tensor], Tensor]) -> None:
     """First and later points alike are where they may be."""
@@ -417,6 +429,30 @@ def test_trials_are_saved_and_loaded() -> None:
     assert_close(other.ask(2), loop.ask(2), 1e-8)
     with pytest.raises(ValueError, match="num_trials"):
         optimizer(0).load_state_dict(loop.state_dict())
+    with pytest.raises(ValueError, match="learn_from_failures"):
+        optimizer(0, num_trials=5).load_state_dict(loop.state_dict())
+
+
+def test_initial_points_are_the_nearest_that_are_allowed() -> None:
+    """Of whole numbers and a constraint, against trying all of them."""
+    bounds = torch.tensor([[0.0, 0.0, 0.0], [4.0, 4.0, 1.0]], dtype=torch.float64)
+    X = make_inputs(6, 3).clamp(0, 1) * bounds[1]
+    one = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    equal, least = (torch.tensor([0, 2]), one, 2.5), (torch.tensor([0, 1]), one, 4.0)
+    levels = {0: range(5), 1: range(5)}
+    found = _nearest_allowed(X, bounds, levels, [least], [equal])
+    for x, nearest in zip(X, found, strict=True):
+        allowed = [
+            torch.tensor([i, j, 2.5 - i], dtype=torch.float64)
+            for i in range(5)
+            for j in range(5)
+            if i + j >= 4 and 0 <= 2.5 - i <= 1
+        ]
+        distances = [((x - point).abs() / bounds[1]).sum() for point in allowed]
+        assert_close(((x - nearest).abs() / bounds[1]).sum(), min(distances), 1e-6)
+        assert_close(nearest[0] + nearest[2], torch.tensor(2.5).double(), 1e-6)
+    with pytest.raises(ValueError, match="no point"):
+        _nearest_allowed(X, bounds, levels, [(torch.tensor([0]), one[:1], 9.0)])
 
 
 def test_numbers_of_valid_trials() -> None:
@@ -460,6 +496,7 @@ def test_bad_options() -> None:
         ({"bounds": unit().flip(0)}, "lower bounds first"),
         ({"incumbent": "best"}, "incumbent"),
         ({"refit_every": 0}, "refit_every"),
+        ({"discrete_dims": {1: [7, 8]}}, "within its bounds"),
     ]:
         with pytest.raises(ValueError, match=message):
             BatchOptimizer(**{"bounds": unit(), **options})

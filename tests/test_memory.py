@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -61,11 +64,36 @@ def test_a_policy_of_ones_own() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"policy": "best"}, "policy: expected one of"), ({"capacity": -1}, "capacity")],
+    [
+        ({"policy": "best"}, "policy: expected one of"),
+        ({"policy": None}, "policy: expected a name or a function"),
+        ({"capacity": -1}, "capacity"),
+        ({"capacity": float("nan")}, "capacity"),
+        ({"per_update": 0.5}, "per_update: expected a whole number"),
+        ({"replay": "x"}, "replay: expected a number"),
+        ({"replay": 1.0, "capacity": 0}, "replay: nothing is remembered"),
+        ({"replay": 1.0, "policy": "none"}, "replay: nothing is remembered"),
+    ],
 )
 def test_bad_settings(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         MemoryOptions(**arguments)
+
+
+def test_whole_numbers_of_numpy() -> None:
+    assert MemoryOptions(np.int64(4), per_update=np.int32(2)) == MemoryOptions(4, per_update=2)
+    assert MemoryOptions.of(np.int64(4)) == MemoryOptions(4)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [torch.arange(5), torch.tensor([1, 1]), torch.tensor([7]), torch.tensor([0.5]), [0, 1]],
+    ids=["too many", "twice", "not there", "no index", "no tensor"],
+)
+def test_a_policy_that_chooses_what_cannot_be(chosen: Any) -> None:
+    memory = MemoryOptions(capacity=2, policy=lambda *_: chosen)
+    with pytest.raises((TypeError, ValueError), match="policy: expected"):
+        memory.choose(torch.rand(5), 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +132,8 @@ def test_weights_are_moderate_where_leverage_is_zero(dtype: torch.dtype) -> None
 def test_a_share_of_what_was_seen() -> None:
     memory = MemoryOptions(capacity=0.05)
     assert memory.at(2000).capacity == 100
-    assert memory.at(10).capacity == 0
+    assert memory.at(10).capacity == 1  # of few, not none
+    assert MemoryOptions(capacity=0.0).at(10).capacity == 0
     assert MemoryOptions(capacity=7).at(2000).capacity == 7
     for wrong in (1.5, -0.1):
         with pytest.raises(ValueError, match="capacity: expected"):

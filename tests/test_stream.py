@@ -443,6 +443,43 @@ def test_forgetting_the_unknown_is_an_error() -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+def test_forgetting_what_lies_far_from_everything_is_an_error() -> None:
+    """It would leave the duals as they are, and less than nothing of the squares."""
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X, Y, X[:8])
+    model.update(X[:0], Y[:0], memory=0, learn=False)
+    before = model.state_dict()
+    with pytest.raises(ValueError, match="not part of what has been learnt"):
+        model.forget(X[:3] + 50, torch.full_like(Y[:3], 100.0))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    model.forget(X[:3], Y[:3])
+    assert model.num_seen == len(X) - 3
+
+
+@pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "softmax"])
+def test_an_empty_batch_beside_an_empty_memory(name: str, learn: bool) -> None:
+    X, Y, _ = make_data(name)
+    model = make_model(name, X[:0], Y[:0], X[:8])
+    model.update(X[:0], Y[:0], learn=learn, steps=2)
+    model.update(X, Y, memory=0, learn=False)
+    before = moments(model)
+    model.update(X[:0], Y[:0], learn=learn, steps=2)
+    assert model.num_data == 0
+    assert model.num_seen == len(X)
+    if not learn:
+        for left, right in zip(moments(model), before, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
+
+
+def test_classes_fade_while_all_are_remembered() -> None:
+    X, Y, _ = make_data("softmax")
+    models = [make_model("softmax", X[:0], Y[:0], X[:8]) for _ in range(2)]
+    models[0].update(X, Y, learn=False, discount=0.9)  # nothing has been folded that could fade
+    models[1].update(X, Y, learn=False)
+    assert_same_posterior(*models)
+
+
 def test_memory_and_leverage() -> None:
     r"""For Gaussian observations and Z = X, the diagonal of :math:`K (K + \sigma^2 I)^{-1}`."""
     X, Y, _ = make_data("gaussian")

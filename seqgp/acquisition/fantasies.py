@@ -534,18 +534,25 @@ def check_bounds(bounds: Tensor, strict: bool = False) -> None:
         )
 
 
-def _check_levels(levels: Any, d: int, name: str) -> None:
+def _check_levels(levels: Any, bounds: Tensor, name: str) -> None:
     """Raise unless values that inputs may have are given by the indices of these inputs."""
     if not isinstance(levels, Mapping):
         raise TypeError(
             f"{name}: expected a dictionary from inputs to the values that they may have, as in "
             f"{{1: range(6)}}, got {levels!r:.50}."
         )
+    d = bounds.shape[-1]
     for index, values in levels.items():
         if not isinstance(index, int) or not 0 <= index < d:
             raise ValueError(f"{name}: expected inputs from 0 to {d - 1}, got {index!r}.")
         if not isinstance(values, Iterable) or not len(list(values)):
             raise ValueError(f"{name}: expected a list of values for input {index}, got {values}.")
+        low, high = bounds[:, index].tolist()
+        if not all(low <= value <= high for value in values):
+            raise ValueError(
+                f"{name}: expected values of input {index} within its bounds, {low:g} and "
+                f"{high:g}, got {values}."
+            )
 
 
 def check_options(
@@ -580,7 +587,7 @@ def check_options(
     check_bounds(bounds)
     for name in ("discrete_dims", "cat_dims"):
         if options.get(name) is not None:
-            _check_levels(options[name], bounds.shape[-1], name)
+            _check_levels(options[name], bounds, name)
     if q < 1:
         raise ValueError(f"q: expected at least one point, got {q}.")
     if not 0 <= separation < 1:

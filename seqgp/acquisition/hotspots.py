@@ -29,7 +29,7 @@ from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from seqgp.dual.sites import has_one_latent
 from seqgp.model import SequentialGP
 from seqgp.progress import progress_bar
-from seqgp.validation import check_arguments, check_inputs
+from seqgp.validation import check_arguments, check_inputs, is_whole
 
 #: Elements of a block candidates x fantasies x sites.
 BLOCK_ELEMENTS = 2**17
@@ -361,7 +361,7 @@ def select_from_pool(
     open_ = counts & _mask(available, n, pool.device, "available", True)
     if not open_.any():
         raise ValueError("surveyed, available: no site of the pool is left to choose.")
-    if not isinstance(q, int) or q < 1 or int(open_.sum()) < q:
+    if not is_whole(q) or q < 1 or int(open_.sum()) < q:
         raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
     if costs is not None:
         costs = torch.as_tensor(costs, device=pool.device)

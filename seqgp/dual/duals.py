@@ -56,7 +56,7 @@ def tie(A: Tensor, sites: Sites) -> Duals:
     if A.shape[:-2].numel() == 1 and beta.shape[:-1].numel() > 1:
         # Latents that share a prior: one after the other, so that no copy of A for each is made.
         shared = A.reshape(A.shape[-2:])
-        B = torch.stack([(shared * row) @ shared.mT for row in beta.reshape(-1, beta.shape[-1])])
+        B = torch.stack([(shared * row) @ shared.mT for row in beta.flatten(0, -2)])
         return Duals(lam, B.reshape(*beta.shape[:-1], *B.shape[-2:]))
     return Duals(lam, (A * beta.unsqueeze(-2)) @ A.mT)
 

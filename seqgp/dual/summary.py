@@ -87,6 +87,21 @@ def fold(
     return Summary(add(summary.duals, tie(A, sites)), square, number)
 
 
+def least_square(summary: Summary) -> Tensor:
+    r"""``...``, what is left of Gaussian observations' squares by the best fit of all functions.
+
+    :math:`s_0 - \lambda_0^T B_0^+ \lambda_0`, of any observations at least zero (but for rounding).
+    """
+    lam, B = summary.duals
+    eigenvalues, vectors = torch.linalg.eigh(B)
+    # Where observations say next to nothing, what they say is rounding.
+    certain = eigenvalues > torch.finfo(B.dtype).eps ** 0.5 * eigenvalues.amax(-1, keepdim=True)
+    certain = certain & (eigenvalues > 0)
+    along = (vectors.mT @ lam.unsqueeze(-1)).squeeze(-1).square()
+    fitted = torch.where(certain, along / eigenvalues.where(certain, 1.0), 0.0)
+    return summary.square - fitted.sum(-1)
+
+
 def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
     """The summary's duals in the present basis, at the present noise variance (``... x 1``)."""
     duals = summary.duals

@@ -497,8 +497,14 @@ def test_bad_options() -> None:
         ({"incumbent": "best"}, "incumbent"),
         ({"refit_every": 0}, "refit_every"),
         ({"discrete_dims": {1: [7, 8]}}, "within its bounds"),
+        ({"inequality_constraints": [([0, 1], [1.0, 1.0], 1.0)]}, "expected triples"),
+        ({"equality_constraints": [(torch.tensor([2]), unit()[1, :1], 1.0)]}, "from 0 to 1"),
+        (
+            {"inequality_constraints": [(torch.tensor([0]), torch.ones(1).float(), 1.0)]},
+            "a coefficient of torch.float64",
+        ),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             BatchOptimizer(**{"bounds": unit(), **options})
     with pytest.raises(ValueError, match="at least one"):
         optimizer(0).ask(0)

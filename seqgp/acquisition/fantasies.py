@@ -568,6 +568,27 @@ def _check_levels(levels: Any, bounds: Tensor, name: str) -> None:
             )
 
 
+def _check_constraint(constraint: Any, bounds: Tensor, name: str) -> None:
+    """Raise unless a linear constraint is one of BoTorch's, on one point."""
+    given = isinstance(constraint, Sequence) and len(constraint) == 3
+    if not given or not all(isinstance(part, Tensor) for part in constraint[:2]):
+        raise TypeError(
+            f"{name}: expected triples (indices, coefficients, total) of two tensors and a number, "
+            f"got {constraint!r:.80}."
+        )
+    indices, coefficients, _ = constraint
+    if indices.dim() > 1:
+        raise UnsupportedError(f"{name}: points are proposed one at a time: none between them.")
+    d = bounds.shape[-1]
+    if indices.is_floating_point() or not ((indices >= 0) & (indices < d)).all():
+        raise ValueError(f"{name}: expected indices from 0 to {d - 1}, got {indices.tolist()}.")
+    if coefficients.shape != indices.shape or coefficients.dtype != bounds.dtype:
+        raise ValueError(
+            f"{name}: expected a coefficient of {bounds.dtype} for each of {len(indices)} indices, "
+            f"got {coefficients.dtype} of shape {tuple(coefficients.shape)}."
+        )
+
+
 def check_options(
     bounds: Tensor,
     q: int,
@@ -617,8 +638,8 @@ def check_options(
         if name in options:
             raise ValueError(f"options: {name} is not for the user to choose here.")
     for name in ("inequality_constraints", "equality_constraints"):
-        if any(constraint[0].dim() > 1 for constraint in options.get(name) or ()):
-            raise UnsupportedError(f"{name}: points are proposed one at a time: none between them.")
+        for constraint in options.get(name) or ():
+            _check_constraint(constraint, bounds, name)
     for _, within in options.get("nonlinear_inequality_constraints") or ():
         if not within:
             raise UnsupportedError(

@@ -343,7 +343,7 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
         most = torch.broadcast_to(largest, allowed.shape)[~allowed].flatten()[0].item()
         hint = f"it must be an integer from 0 to {most:g}"
     elif support is constraints.nonnegative_integer:
-        hint = "counts must be 0, 1, 2, ..."
+        hint = "counts must be whole numbers from 0"
     else:
         hint = f"targets must satisfy {support}"
     raise ValueError(f"{name}: {example:g} is not a possible observation of {kind}: {hint}.")

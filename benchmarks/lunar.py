@@ -126,7 +126,7 @@ def with_short_lengthscales(X: Tensor, Y: Tensor) -> SequentialGP:
 def of_square_roots(X: Tensor, Y: Tensor) -> SequentialGP:
     """The reward, as a function of the constants' square roots."""
     roots = Warp(DIMENSION, list(range(DIMENSION)), bounds=bounds()).to(X)
-    roots._set_concentration(1, 0.5)
+    roots.initialize(concentration1=torch.full_like(roots.concentration1, 0.5))
     roots.requires_grad_(False)
     return make_objective(X, Y, inputs=roots)
 
@@ -282,6 +282,18 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
             f"| {', '.join(f'{value:.0f}' for value in final)} | {rate:.0%} "
             f"| {statistics.median(row['run_seconds'] for row in rows):.0f} |"
         )
+    ours = curves.get(WAYS["committee"])
+    if ours is not None and len(ours) > 1:
+        leads = []
+        for label, runs in curves.items():
+            if runs is not ours:
+                lead = ours[:, -1] - runs[:, -1]
+                error = float(lead.std()) / len(lead) ** 0.5
+                leads.append(f"{label}: {float(lead.mean()):.1f} ({error:.1f})")
+        lines += [
+            "",
+            "Lead of the committee in batches, mean (standard error): " + "; ".join(leads) + ".",
+        ]
     usual = [units[f"{present[0]}/{seed}"]["usual"] for seed in seeds]
     if usual:
         lines += ["", f"The usual constants have {statistics.mean(usual):.1f} in the same worlds."]

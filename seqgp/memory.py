@@ -66,6 +66,10 @@ def _ask(policy: Policy, leverage: Tensor, size: int, generator: torch.Generator
     return chosen
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
     """``total`` places for groups of some sizes: as even as it goes, none empty if it can be."""
     if total is None:
@@ -84,7 +88,8 @@ class MemoryOptions:
 
     Attributes:
         capacity: The largest number of observations that are kept, or, as a ``float`` between 0
-            and 1, their share of all that have been seen; ``None`` for no limit.
+            and 1, their share of all that have been seen (at least one of them); ``None`` for no
+            limit.
         per_update: The largest number of new ones that are taken over at each update; ``None``
             for no limit. With a limit, old ones are only given up if the capacity demands it.
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
@@ -123,7 +128,7 @@ class MemoryOptions:
             raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
         if not isinstance(self.policy, str) and not callable(self.policy):
             raise TypeError(f"policy: expected a name or a function, got {self.policy!r}.")
-        if isinstance(self.replay, bool) or not isinstance(self.replay, Real):
+        if not _is_number(self.replay):
             raise TypeError(f"replay: expected a number in [0, 1], got {self.replay!r}.")
         if not 0 <= self.replay <= 1:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
@@ -133,13 +138,13 @@ class MemoryOptions:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not is_whole(value) and not (name == "capacity" and isinstance(value, float)):
+            if not is_whole(value) and (name != "capacity" or not _is_number(value)):
                 share = ", or a share of what has been seen," if name == "capacity" else ""
                 raise TypeError(f"{name}: expected a whole number{share} or None, got {value!r}.")
             if not value >= 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
-            if is_whole(value):
-                object.__setattr__(self, name, int(value))  # NumPy's become Python's
+            python = int(value) if is_whole(value) else float(value)
+            object.__setattr__(self, name, python)  # NumPy's become Python's
         if isinstance(self.capacity, float) and self.capacity > 1:
             raise ValueError(
                 f"capacity: expected a whole number, or a share between 0 and 1, got "

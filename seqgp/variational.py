@@ -525,8 +525,8 @@ class DualVariationalStrategy(DualState):
                 moved += " as a bound, as classes are still to come"
             raise ValueError(
                 "targets: these observations are not part of what has been learnt"
-                f"{'' if exact else moved}: without them the summary would no longer be positive "
-                "semi-definite."
+                f"{'' if is_conjugate(data.likelihood) else moved}: without them the summary would "
+                "no longer be positive semi-definite."
             )
         self._store(state.duals, state, summary=summary)
 

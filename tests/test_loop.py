@@ -19,7 +19,7 @@ from seqgp import SequentialGP
 from seqgp.acquisition import NoValidObservationWarning, log_validity
 from seqgp.dual.sites import base_samples
 from seqgp.likelihoods import BinomialLikelihood
-from seqgp.loop import BatchOptimizer, _nearest_allowed
+from seqgp.loop import BatchOptimizer
 from tests.helpers import assert_close, assert_untouched, make_inputs, state_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -317,6 +317,12 @@ def test_spaces(options: dict[str, Any], holds: Callable[[Tensor], Tensor]) -> N
 # -------------------------------------------------------------------- devices, dtypes, errors
 
 
+def test_levels_are_rounded_as_bounds_are() -> None:
+    bounds = torch.tensor([[0.1, 0.0], [0.7, 1.0]], dtype=torch.float32)
+    X = BatchOptimizer(bounds, discrete_dims={0: [0.1, 0.7]}).ask(4)
+    assert torch.isin(X[:, 0], bounds[:, 0]).all()
+
+
 def test_single_precision() -> None:
     loop = BatchOptimizer(unit(dtype=torch.float32), **FEW)
     loop.run(evaluate, 12, q=3, progress=False)
@@ -431,28 +437,6 @@ def test_trials_are_saved_and_loaded() -> None:
         optimizer(0).load_state_dict(loop.state_dict())
     with pytest.raises(ValueError, match="learn_from_failures"):
         optimizer(0, num_trials=5).load_state_dict(loop.state_dict())
-
-
-def test_initial_points_are_the_nearest_that_are_allowed() -> None:
-    """Of whole numbers and a constraint, against trying all of them."""
-    bounds = torch.tensor([[0.0, 0.0, 0.0], [4.0, 4.0, 1.0]], dtype=torch.float64)
-    X = make_inputs(6, 3).clamp(0, 1) * bounds[1]
-    one = torch.tensor([1.0, 1.0], dtype=torch.float64)
-    equal, least = (torch.tensor([0, 2]), one, 2.5), (torch.tensor([0, 1]), one, 4.0)
-    levels = {0: range(5), 1: range(5)}
-    found = _nearest_allowed(X, bounds, levels, [least], [equal])
-    for x, nearest in zip(X, found, strict=True):
-        allowed = [
-            torch.tensor([i, j, 2.5 - i], dtype=torch.float64)
-            for i in range(5)
-            for j in range(5)
-            if i + j >= 4 and 0 <= 2.5 - i <= 1
-        ]
-        distances = [((x - point).abs() / bounds[1]).sum() for point in allowed]
-        assert_close(((x - nearest).abs() / bounds[1]).sum(), min(distances), 1e-6)
-        assert_close(nearest[0] + nearest[2], torch.tensor(2.5).double(), 1e-6)
-    with pytest.raises(ValueError, match="no point"):
-        _nearest_allowed(X, bounds, levels, [(torch.tensor([0]), one[:1], 9.0)])
 
 
 def test_numbers_of_valid_trials() -> None:

@@ -83,6 +83,7 @@ def test_bad_settings(arguments: dict, message: str) -> None:
 def test_whole_numbers_of_numpy() -> None:
     assert MemoryOptions(np.int64(4), per_update=np.int32(2)) == MemoryOptions(4, per_update=2)
     assert MemoryOptions.of(np.int64(4)) == MemoryOptions(4)
+    assert MemoryOptions(np.float32(0.5)) == MemoryOptions(0.5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -437,7 +438,7 @@ def test_what_is_added_can_be_forgotten(name: str, memory: MemoryOptions) -> Non
 def test_forgetting_the_unknown_is_an_error() -> None:
     X, Y, _ = make_data("gaussian")
     model = make_model("gaussian", X[:5], Y[:5], X[:8])
-    before = model.state_dict()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="not part of what has been learnt"):
         model.forget(X[10:], Y[10:])
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -448,7 +449,7 @@ def test_forgetting_what_lies_far_from_everything_is_an_error() -> None:
     X, Y, _ = make_data("gaussian")
     model = make_model("gaussian", X, Y, X[:8])
     model.update(X[:0], Y[:0], memory=0, learn=False)
-    before = model.state_dict()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="not part of what has been learnt"):
         model.forget(X[:3] + 50, torch.full_like(Y[:3], 100.0))
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -558,10 +558,11 @@ def _check_levels(levels: Any, bounds: Tensor, name: str) -> None:
     for index, values in levels.items():
         if not isinstance(index, int) or not 0 <= index < d:
             raise ValueError(f"{name}: expected inputs from 0 to {d - 1}, got {index!r}.")
-        if not isinstance(values, Iterable) or not len(list(values)):
+        if not isinstance(values, Sequence | Tensor) or not len(values):
             raise ValueError(f"{name}: expected a list of values for input {index}, got {values}.")
-        low, high = bounds[:, index].tolist()
-        if not all(low <= value <= high for value in values):
+        low, high = bounds[:, index]
+        given = torch.as_tensor(list(values)).to(bounds)  # rounded as the bounds are
+        if not ((low <= given) & (given <= high)).all():
             raise ValueError(
                 f"{name}: expected values of input {index} within its bounds, {low:g} and "
                 f"{high:g}, got {values}."

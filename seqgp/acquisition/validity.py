@@ -490,12 +490,13 @@ def takes_for_valid(
     likelihood = getattr(model, "likelihood", None)
     if not isinstance(likelihood, BinomialLikelihood):
         return observed > threshold
-    if likelihood.total_count is None:
+    total = likelihood.total_count
+    if total is None or total.numel() > 1:
         raise UnsupportedError(
-            "validity_models: of counts, the total is to be known to the likelihood, as in "
+            "validity_models: of counts, the likelihood is to know one total for all, as in "
             "BinomialLikelihood(total_count=5)."
         )
-    return observed > threshold * likelihood.total_count.to(observed)
+    return observed > threshold * total.to(observed)
 
 
 def _check_objective(

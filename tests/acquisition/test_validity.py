@@ -493,3 +493,11 @@ def test_single_precision_of_batches() -> None:
     assert single.dtype == torch.float32
     double = qLogValidExpectedImprovement(objective(), classifier(), 0.3, sampler(256))(X)
     assert_close(single, double, 1e-2)  # other base samples: Sobol numbers have fewer digits
+
+
+@pytest.mark.parametrize("total", [None, torch.tensor([5, 6, 7])], ids=["none", "of each"])
+def test_imagined_counts_need_one_total(total: Tensor | None) -> None:
+    model = torch.nn.Module()
+    model.likelihood = BinomialLikelihood(total)
+    with pytest.raises(UnsupportedError, match="one total for all"):
+        takes_for_valid(model, torch.tensor([[3.0], [4.0]]))

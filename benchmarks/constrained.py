@@ -33,7 +33,7 @@ from benchmarks.baselines.qlognei import qlognei_batch
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
 from seqgp.acquisition import best_valid, fantasy_batch, valid_improvement
-from seqgp.loop import BatchOptimizer
+from seqgp.batch_optimizer import BatchOptimizer
 
 BATCH = 3
 OPTIMIZE: dict[str, Any] = {"num_restarts": 4, "raw_samples": 256, "options": {"maxiter": 40}}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.runner import Options, Unit
 from seqgp import DualELBO, SequentialGP
-from seqgp.dual import expected_log_prob
+from seqgp.likelihoods.expectations import expected_log_prob
 
 LIKELIHOODS = {"gaussian": None, "bernoulli": BernoulliLikelihood, "poisson": PoissonLikelihood}
 

@@ -32,8 +32,8 @@ from benchmarks.data import find
 from benchmarks.runner import Options, Unit
 from seqgp import BinomialLikelihood, DualELBO, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import exceedance, expected_reduction, prevalence
-from seqgp.datasets import Country, make_country, read_country
-from seqgp.memory import MemoryOptions
+from seqgp.simulated_survey import Country, make_country, read_country
+from seqgp.streaming import MemoryOptions
 
 TESTS, THRESHOLD, FANTASIES = 100, 0.1, 16
 #: Hyperparameters are learnt at every so many steps, with so many steps of L-BFGS.

@@ -38,8 +38,8 @@ from benchmarks.baselines.qlognei import qlognei_batch
 from benchmarks.lander import CONSTANTS, DIMENSION, Lander, bounds
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
-from seqgp.likelihoods import BinomialLikelihood
-from seqgp.loop import BatchOptimizer
+from seqgp.batch_optimizer import BatchOptimizer
+from seqgp.likelihoods.discrete import BinomialLikelihood
 
 INITIAL, BATCH, EPISODES = 24, 3, 5
 OPTIMIZE: dict[str, Any] = {"num_restarts": 4, "raw_samples": 256, "options": {"maxiter": 40}}

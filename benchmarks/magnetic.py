@@ -29,7 +29,7 @@ from benchmarks.data import find
 from benchmarks.runner import Options, Unit
 from benchmarks.snapshots import Snapshot, of_ours, of_rival, pack, unpack
 from benchmarks.streams import Latent, Stream
-from seqgp.memory import MemoryOptions
+from seqgp.streaming import MemoryOptions
 
 MEMORY, NO_MEMORY = MemoryOptions(capacity=500), MemoryOptions(policy="none")
 

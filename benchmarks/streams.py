@@ -13,7 +13,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likeli
 from torch import Tensor
 
 from benchmarks.data import find
-from seqgp.dual.predictive import log_predictive
+from seqgp.likelihoods.predictive import log_predictive
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 from torch import Tensor
 
 from benchmarks.data import find
-from seqgp.kernels import median_distance
+from seqgp.kernel_scales import median_distance
 
 #: Class probabilities ``n x c`` at inputs ``n x d``.
 Predict = Callable[[Tensor], Tensor]

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.memory import peak_memory
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
-from seqgp.memory import MemoryOptions
+from seqgp.streaming import MemoryOptions
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     "gaussian": GaussianLikelihood,

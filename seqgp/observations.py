@@ -11,8 +11,10 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
 from seqgp.dual.natural_gradient import Evaluate
-from seqgp.dual.sites import Expectations, expectations, observation_noise
-from seqgp.likelihoods import BinomialLikelihood
+from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.likelihoods.expectations import expectations
+from seqgp.likelihoods.traits import observation_noise
 
 
 @dataclass(frozen=True)

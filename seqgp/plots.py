@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from seqgp.dual.sites import has_one_latent, is_conjugate
-from seqgp.likelihoods import BinomialLikelihood, OrdinalLikelihood
-from seqgp.model import SequentialGP
-from seqgp.posteriors import _conditional_moments
-from seqgp.stream import UpdateRecord
+from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate
+from seqgp.models.posteriors import _conditional_moments
+from seqgp.models.sequential_gp import SequentialGP
+from seqgp.streaming.update import UpdateRecord
 from seqgp.validation import check_inputs
 
 __all__ = ["history", "leverage", "posterior"]
@@ -396,10 +396,8 @@ def _predict_chunk(
 
 def _moments_of(expected: Callable[[Tensor], Tensor], mean: Tensor, sd: Tensor) -> _Prediction:
     """Mean, standard deviation and band of a monotone function of a Gaussian."""
-    quadrature = GaussHermiteQuadrature1D(_NUM_NODES).to(mean)
-    nodes = quadrature.locations.to(mean).unsqueeze(-1)
-    weights = quadrature.weights.to(mean).unsqueeze(-1) / torch.pi**0.5
-    values = expected(mean + 2**0.5 * sd * nodes)
+    nodes, weights = normal_nodes(mean), normal_weights(mean).unsqueeze(-1)
+    values = expected(mean + sd * nodes)
     first = (weights * values).sum(0)
     second = (weights * (values - first).square()).sum(0)
     ends = torch.stack([expected(mean - _Z95 * sd), expected(mean + _Z95 * sd)])

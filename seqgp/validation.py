@@ -20,7 +20,7 @@ from gpytorch.likelihoods import (
 from torch import Tensor
 from torch.distributions import constraints
 
-from seqgp.dual.sites import is_conjugate
+from seqgp.likelihoods.traits import is_conjugate
 
 
 @contextmanager

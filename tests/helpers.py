@@ -24,7 +24,8 @@ from seqgp import (
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
 )
-from seqgp.dual import Convergence, expected_log_prob
+from seqgp.dual import Convergence
+from seqgp.likelihoods.expectations import expected_log_prob
 
 EMPTY = torch.Size()
 

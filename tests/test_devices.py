@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqgp import DualELBO
-from seqgp.dual.sites import base_samples
+from seqgp.likelihoods.quadrature import base_samples
 from tests.helpers import (
     CASES,
     GP,

@@ -25,9 +25,9 @@ from seqgp.acquisition import (
     qExpectedUncertaintyReduction,
     select_from_pool,
 )
-from seqgp.loop import BatchOptimizer
-from seqgp.memory import MemoryOptions
+from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.progress import progress_bar
+from seqgp.streaming.memory import MemoryOptions
 from tests.helpers import make_inputs, make_kernel, softmax
 
 pytestmark = pytest.mark.usefixtures("float64")

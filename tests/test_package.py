@@ -66,8 +66,9 @@ def test_modules_are_there_without_being_imported() -> None:
     """When they are asked for, and not before."""
     code = """
 import sys, seqgp
-assert not {"seqgp.loop", "seqgp.ax", "seqgp.datasets"} & set(sys.modules)
-assert seqgp.loop.BatchOptimizer and seqgp.kernels.sharp and seqgp.datasets.make_country
+assert not {"seqgp.batch_optimizer", "seqgp.ax", "seqgp.simulated_survey"} & set(sys.modules)
+assert seqgp.batch_optimizer.BatchOptimizer and seqgp.kernel_scales.sharp
+assert seqgp.simulated_survey.make_country
 assert seqgp.acquisition.fantasy_batch
 assert not hasattr(seqgp, "nothing")
 sys.modules["ax"] = None  # as if it were not installed

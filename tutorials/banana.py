@@ -19,8 +19,8 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from torch import Tensor
 
 import seqgp
-from seqgp.memory import MemoryOptions
 from seqgp.progress import progress_bar
+from seqgp.streaming import MemoryOptions
 from tutorials import common
 
 BATCHES = 4

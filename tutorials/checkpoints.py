@@ -22,8 +22,8 @@ from gpytorch.likelihoods import PoissonLikelihood
 from torch import Tensor
 
 import seqgp
-from seqgp.checkpoint import load_extra
-from seqgp.memory import MemoryOptions
+from seqgp.checkpoint.files import load_extra
+from seqgp.streaming import MemoryOptions
 from tutorials import common
 
 SIZE = 60

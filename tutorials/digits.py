@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.kernels import median_distance
-from seqgp.memory import MemoryOptions
+from seqgp.kernel_scales import median_distance
 from seqgp.progress import progress_bar
+from seqgp.streaming import MemoryOptions
 from tutorials import common
 from tutorials.digits_figures import save_confusion, save_memory
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqgp.loop import BatchOptimizer
+from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.progress import progress_bar
 from tutorials import common
 from tutorials.failures_figure import draw

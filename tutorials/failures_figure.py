@@ -13,7 +13,7 @@ from torch import Tensor
 from tutorials import common
 
 if TYPE_CHECKING:
-    from seqgp.loop import BatchOptimizer
+    from seqgp.batch_optimizer import BatchOptimizer
 
 NUMBER = 161
 COLOURS = {"learnt": "#12355b", "penalised": "#f05d23", "left out": "#8a8a8a"}

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.datasets import Country
+from seqgp.simulated_survey import Country
 from tutorials import common
 
 if TYPE_CHECKING:

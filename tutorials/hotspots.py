@@ -14,7 +14,7 @@ village and about all that resemble it.
 
 Figures are saved in ``figures/``. With the data of Cote d'Ivoire (Andrade-Pacheco et al., 2020) in
 ``$SEQGP_DATA/hotspots/civ_data.csv`` the country is a real one; otherwise it is made up, villages,
-rivers, disease and all, by `seqgp.datasets.make_country`.
+rivers, disease and all, by `seqgp.simulated_survey.make_country`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch import Tensor
 from benchmarks.data import find
 from seqgp import DualELBO, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import exceedance, prevalence, select_from_pool
-from seqgp.datasets import Country, make_country, read_country
-from seqgp.memory import MemoryOptions
 from seqgp.progress import progress_bar
+from seqgp.simulated_survey import Country, make_country, read_country
+from seqgp.streaming import MemoryOptions
 from tutorials import common
 from tutorials import hotspot_figures as figures
 

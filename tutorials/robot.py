@@ -21,9 +21,9 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import seqgp
-from seqgp.memory import MemoryOptions
 from seqgp.progress import progress_bar
-from seqgp.stream import UpdateRecord
+from seqgp.streaming import MemoryOptions
+from seqgp.streaming.update import UpdateRecord
 from tutorials import common
 
 UNIT = 10.0  # microtesla: about what steel adds to the field of the earth, which is 50

@@ -33,8 +33,9 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from benchmarks.streams import Latent, Stream
-from seqgp.dual import Batch, Duals, converge, expectations, expected_log_prob, factorise
+from seqgp.dual import Batch, Duals, converge, factorise
 from seqgp.dual.linalg import scaled_cholesky
+from seqgp.likelihoods.expectations import expectations, expected_log_prob
 
 #: Relative to the kernel's variance.
 JITTER = 1e-6

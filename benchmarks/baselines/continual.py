@@ -19,11 +19,11 @@ from seqgp import SequentialGP
 from seqgp.dual import Batch, converge, factorise, scaled_cholesky, solve_lower, zero_duals
 from seqgp.dual.linalg import relative_jitter
 from seqgp.dual.posterior import Factors, posterior_mean, posterior_variance, unexplained_variance
-from seqgp.dual.softmax import softmax_normaliser
-from seqgp.inducing import cluster_inducing_points
-from seqgp.memory import MemoryOptions
+from seqgp.likelihoods.softmax import softmax_normaliser
+from seqgp.models.posteriors import ObservationPosterior
 from seqgp.observations import Observations
-from seqgp.posteriors import ObservationPosterior
+from seqgp.streaming import MemoryOptions
+from seqgp.streaming.inducing_points import cluster_inducing_points
 
 #: Passes over the data for the sites, each time that they are converged.
 PASSES = 14

@@ -1,4 +1,4 @@
-r"""Rival ways to condition on one more observation, for the scores of `seqgp.acquisition.hotspots`.
+r"""Rival ways to condition on one more observation, for scores of candidates.
 
 * ``paper``: the duals are updated at the inducing points that there are (Chang et al., 2023). With
   :math:`c_q(a, b) = A_a^T W^{-1} A_b`, the part of the posterior covariance that the inducing
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.acquisition.hotspots import score_candidates
 from seqgp.acquisition.look_ahead import LookAhead, Marginals, condition_each, draw, marginals
 from seqgp.acquisition.uncertainty import Uncertainty, link_of
-from seqgp.dual.sites import expectations
-from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
-from seqgp.linear_operators import PosteriorCovariance
+from seqgp.acquisition.uncertainty_reduction import score_candidates
+from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.expectations import expectations
+from seqgp.variational.linear_operators import PosteriorCovariance
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.streams import Latent, Stream
 from seqgp import DualELBO, SequentialGP
-from seqgp.memory import MemoryOptions
+from seqgp.streaming import MemoryOptions
 
 
 def steps(

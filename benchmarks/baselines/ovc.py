@@ -32,7 +32,7 @@ from benchmarks.baselines.ours import fitted_to
 from benchmarks.streams import Latent, Stream
 from seqgp.dual import Duals, add, factorise
 from seqgp.dual.linalg import relative_jitter, scaled_cholesky, solve_lower
-from seqgp.dual.sites import conditional_log_prob
+from seqgp.likelihoods.expectations import conditional_log_prob
 
 
 class PseudoData(NamedTuple):

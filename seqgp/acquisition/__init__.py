@@ -1,20 +1,20 @@
 """Acquisition functions."""
 
-from seqgp.acquisition.active_learning import qNegIntegratedPosteriorVariance
-from seqgp.acquisition.fantasies import (
+from seqgp.acquisition.fantasy_batch import (
     Fantasies,
     FantasyBatch,
     fantasy_batch,
     fantasy_outcome,
     valid_improvement,
 )
-from seqgp.acquisition.hotspots import (
+from seqgp.acquisition.integrated_variance import qNegIntegratedPosteriorVariance
+from seqgp.acquisition.uncertainty import exceedance, prevalence
+from seqgp.acquisition.uncertainty_reduction import (
     Selection,
     expected_reduction,
     qExpectedUncertaintyReduction,
     select_from_pool,
 )
-from seqgp.acquisition.uncertainty import exceedance, prevalence
 from seqgp.acquisition.validity import (
     LogValidExpectedImprovement,
     NoValidObservationWarning,

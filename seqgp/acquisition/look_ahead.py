@@ -24,12 +24,13 @@ from torch.distributions import Bernoulli
 from seqgp.acquisition.uncertainty import nugget_of
 from seqgp.dual.conditioning import condition
 from seqgp.dual.natural_gradient import Evaluate
-from seqgp.dual.predictive import log_predictive
-from seqgp.dual.sites import expectations, is_conjugate, observation_noise, precision_floor
-from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
-from seqgp.linear_operators import PosteriorCovariance
-from seqgp.model import SequentialGP
-from seqgp.posteriors import quantile
+from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.expectations import expectations
+from seqgp.likelihoods.predictive import log_predictive
+from seqgp.likelihoods.traits import is_conjugate, observation_noise, precision_floor
+from seqgp.models.posteriors import quantile
+from seqgp.models.sequential_gp import SequentialGP
+from seqgp.variational.linear_operators import PosteriorCovariance
 
 #: Relative tolerance for the sites of fantasised observations at the candidates of a pool: far
 #: below what few fantasies leave open.
@@ -162,7 +163,7 @@ def outcomes(
         Y = steps.expand(shape)
         possible = None
         if isinstance(likelihood, BinomialLikelihood):
-            totals = likelihood._totals(mean, arguments.get("total_count"))
+            totals = likelihood.totals(mean, arguments.get("total_count"))
             Y, possible = torch.minimum(Y, totals), totals >= steps
         p = log_predictive(likelihood, Y, mean, variance, **arguments).exp()
         return Y, p if possible is None else p * possible

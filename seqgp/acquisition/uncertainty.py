@@ -31,7 +31,8 @@ from gpytorch.likelihoods import (
 from scipy import special  # a dependency of BoTorch
 from torch import Tensor
 
-from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.quadrature import gauss_hermite
 
 CRITERIA = ("threshold-entropy", "misclassification", "variance", "entropy")
 
@@ -213,13 +214,12 @@ def _of_moments(criterion: str, first: Tensor, second: Tensor) -> Tensor:
 
 def _moments(link: Link, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of ``theta``, ``...``, one node after the other to save memory."""
-    x, w = np.polynomial.hermite_e.hermegauss(NUM_NODES)
-    w = w / w.sum()
+    nodes, weights = gauss_hermite(NUM_NODES, mean.dtype, mean.device)
     sd = variance.sqrt()
-    values = [link.forward(mean + sd * node) for node in x.tolist()]
-    first = sum(weight * value for weight, value in zip(w.tolist(), values, strict=True))
+    values = [link.forward(mean + sd * node) for node in nodes]
+    first = sum(weight * value for weight, value in zip(weights, values, strict=True))
     second = sum(
-        weight * (value - first).square() for weight, value in zip(w.tolist(), values, strict=True)
+        weight * (value - first).square() for weight, value in zip(weights, values, strict=True)
     )
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)

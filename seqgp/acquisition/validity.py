@@ -54,7 +54,7 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, nugget_of
-from seqgp.likelihoods import BinomialLikelihood
+from seqgp.likelihoods.discrete import BinomialLikelihood
 
 #: Labels are 0 and 1: a Gaussian model of them is above this where it takes a point for valid.
 THRESHOLD = 0.5

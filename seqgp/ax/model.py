@@ -46,13 +46,13 @@ from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
 from seqgp.ax.predictor import Predictor
-from seqgp.kernels import sharp
-from seqgp.likelihoods import BinomialLikelihood
-from seqgp.memory import MemoryOptions
-from seqgp.model import SequentialGP
-from seqgp.objectives import DualELBO
-from seqgp.posteriors import ObservationPosterior
+from seqgp.kernel_scales import sharp
+from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.sequential_gp import SequentialGP
+from seqgp.streaming.memory import MemoryOptions
 from seqgp.validation import renamed
+from seqgp.variational.elbo import DualELBO
 
 #: What a metric can be: its likelihood by name.
 LIKELIHOODS: dict[str, type[Likelihood] | None] = {

@@ -24,10 +24,10 @@ from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import solve_lower
-from seqgp.linear_operators import BorderedCovariance
+from seqgp.variational.linear_operators import BorderedCovariance
 
 if TYPE_CHECKING:
-    from seqgp.model import SequentialGP
+    from seqgp.models.sequential_gp import SequentialGP
 
 
 class Predictor:

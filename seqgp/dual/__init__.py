@@ -19,6 +19,7 @@ Example:
     >>> import torch
     >>> from gpytorch.likelihoods import PoissonLikelihood
     >>> from seqgp.dual import *
+    >>> from seqgp.likelihoods import expectations
     >>> x = torch.linspace(0, 5, 50, dtype=torch.double)
     >>> y = torch.poisson(3 + 2 * torch.sin(x), generator=torch.Generator().manual_seed(0))
     >>> def k(a, b):
@@ -63,8 +64,7 @@ from seqgp.dual.posterior import (
     posterior_variance,
 )
 from seqgp.dual.projection import project, recentre, transport_matrix
-from seqgp.dual.sites import Expectations, Sites, expectations, expected_log_prob, sites
-from seqgp.dual.softmax import softmax_bound_sites, softmax_normaliser
+from seqgp.dual.sites import Expectations, Sites, sites
 from seqgp.dual.summary import (
     Basis,
     Summary,
@@ -74,7 +74,6 @@ from seqgp.dual.summary import (
     fold,
     log_constant,
     rebase_summary,
-    summary_noise,
 )
 
 __all__ = [
@@ -95,8 +94,6 @@ __all__ = [
     "discounted",
     "duals_now",
     "empty_summary",
-    "expectations",
-    "expected_log_prob",
     "expected_log_summary",
     "factorise",
     "fixed_point",
@@ -114,10 +111,7 @@ __all__ = [
     "recentre",
     "scaled_cholesky",
     "sites",
-    "softmax_bound_sites",
-    "softmax_normaliser",
     "solve_lower",
-    "summary_noise",
     "tie",
     "transport_matrix",
     "zero_duals",

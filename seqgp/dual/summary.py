@@ -19,7 +19,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
 from seqgp.dual.duals import Duals, add, tie
@@ -154,11 +153,6 @@ def rebase_summary(summary: Summary, basis: Basis) -> Summary:
     square = summary.square + 2 * (lam * shift).sum(-1) + (moved * shift).sum(-1)
     duals = project(recentre(summary.duals, basis.reference_chol, basis.shift), basis.transport)
     return Summary(duals, square, summary.number)
-
-
-def summary_noise(likelihood: Likelihood) -> Tensor | None:
-    """The noise variance ``... x 1`` that summaries of this likelihood are kept free of, if any."""
-    return likelihood.noise if isinstance(likelihood, GaussianLikelihood) else None
 
 
 def discounted(summary: Summary, factor: float) -> Summary:

@@ -35,8 +35,8 @@ from seqgp.acquisition import (
     qLogValidExpectedImprovement,
 )
 from seqgp.acquisition.validity import LogChances, log_expected_best, takes_for_valid
-from seqgp.dual.sites import base_samples
-from seqgp.likelihoods import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.quadrature import base_samples
 from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
 
 pytestmark = pytest.mark.usefixtures("float64")

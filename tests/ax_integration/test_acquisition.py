@@ -19,7 +19,7 @@ from seqgp import SequentialGP
 from seqgp.acquisition import LogValidExpectedImprovement
 from seqgp.ax.acquisition import CLEARANCE, TimesValidity
 from seqgp.ax.model import AxSequentialGP
-from seqgp.loop import BatchOptimizer
+from seqgp.batch_optimizer import BatchOptimizer
 from tests.ax_integration.helpers import make_client, run
 
 BOUNDS = torch.tensor([[0.0, -1.0], [1.0, 3.0]], dtype=torch.double)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.ax import PROBLEMS, WAYS, regret
-from tests.test_benchmarks import command
+from tests.benchmarks.test_commands import command
 
 
 def test_it_runs(tmp_path: Path) -> None:

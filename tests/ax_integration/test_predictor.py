@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqgp import SequentialGP
 from seqgp.ax.predictor import Predictor
-from seqgp.linear_operators import BorderedCovariance
+from seqgp.variational.linear_operators import BorderedCovariance
 
 
 def make(kind: str, n: int = 40) -> SequentialGP:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqgp.dual import Expectations, Sites, condition, expectations
-from seqgp.dual.sites import precision_floor
+from seqgp.dual import Expectations, Sites, condition
+from seqgp.likelihoods.expectations import expectations
+from seqgp.likelihoods.traits import precision_floor
 from tests.helpers import (
     CASES,
     GP,

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from seqgp.dual import Sites, expected_log_prob, fixed_point
+from seqgp.dual import Sites, fixed_point
+from seqgp.likelihoods.expectations import expected_log_prob
 from tests.helpers import (
     CASES,
     CONJUGATE,
@@ -263,8 +264,8 @@ def test_chunks_do_not_matter(name: str, chunk: int, keep: int) -> None:
     """Blocks of any size, kept in memory or computed anew at each pass."""
     data = problem(name, n=10, m=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("seqgp.variational.CHUNK_ELEMENTS", chunk)
-        patch.setattr("seqgp.variational.KEEP_ELEMENTS", keep)
+        patch.setattr("seqgp.variational.strategy.CHUNK_ELEMENTS", chunk)
+        patch.setattr("seqgp.variational.strategy.KEEP_ELEMENTS", keep)
         chunked = data.converged()
     assert_same_posterior(chunked, data.converged(), data.test, 1e-9)
 

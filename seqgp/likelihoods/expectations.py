@@ -1,0 +1,362 @@
+r"""Expected log probabilities of observations and their derivatives, for any likelihood.
+
+Shapes: targets are ``... x n``. Means and variances are ``... x n`` for one latent function and
+``... x n x c`` for ``c`` of them (the shape of GPyTorch's multitask distributions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any
+
+import torch
+from gpytorch import settings
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihood,
+    GaussianLikelihoodWithMissingObs,
+    LaplaceLikelihood,
+    Likelihood,
+    NegativeBinomialLikelihood,
+    PoissonLikelihood,
+)
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from linear_operator.operators import DiagLinearOperator
+from torch import Tensor
+
+from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
+from seqgp.likelihoods.quadrature import NUM_BASE_SAMPLES, base_samples, likelihood_nodes
+from seqgp.likelihoods.traits import has_one_latent, observation_noise
+
+
+def rule_for(
+    function: Any, *kinds: type[Likelihood]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a rule for likelihoods as GPyTorch ships them.
+
+    A subclass with a `forward` of its own, another link say, is another likelihood: it gets the
+    generic rule, or one that is registered for itself.
+    """
+
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for kind in kinds:
+
+            def guarded(
+                likelihood: Likelihood, *args: Any, _kind: Any = kind, **kwargs: Any
+            ) -> Any:
+                same = type(likelihood).forward is _kind.forward
+                return (rule if same else function.dispatch(object))(likelihood, *args, **kwargs)
+
+            function.register(kind, guarded)
+        return rule
+
+    return register
+
+
+@singledispatch
+def expected_log_prob(
+    likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    r""":math:`E_{N(m, v)}[\log p(y | f)]` per target, deterministic for every likelihood.
+
+    Likelihoods of one latent use GPyTorch's closed forms and Gauss-Hermite quadrature, except
+    where we can do better: the Laplace likelihood, which has a kink, has a closed form, and the
+    quadrature of Bernoulli, Poisson and negative binomial likelihoods is of our own
+    `conditional_log_prob`. All others, for which GPyTorch draws new samples at each call, use one
+    fixed set of `NUM_BASE_SAMPLES` quasi-Monte-Carlo base samples.
+
+    Args:
+        likelihood: A GPyTorch likelihood.
+        targets: ``... x n`` targets.
+        mean: ``... x n [x c]`` means.
+        variance: ``... x n [x c]`` variances.
+        kwargs: Per-point arguments of the likelihood (``noise=``, ``total_count=``, ...).
+
+    Returns:
+        A ``... x n`` tensor.
+    """
+    mean, variance = per_target(likelihood, targets, mean, variance)
+    if has_one_latent(likelihood):
+        marginals = MultivariateNormal(mean, DiagLinearOperator(variance))
+        return likelihood.expected_log_prob(targets, marginals, **kwargs)
+    base = base_samples(mean.shape[-1], NUM_BASE_SAMPLES, mean.dtype, mean.device)
+    base = base.reshape(-1, *[1] * (mean.dim() - 1), mean.shape[-1])
+    return conditional_log_prob(likelihood, targets, mean + variance.sqrt() * base, **kwargs).mean(
+        0
+    )
+
+
+@rule_for(expected_log_prob, LaplaceLikelihood)
+def _laplace_log_prob(
+    likelihood: LaplaceLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    r"""Closed form, by the mean of a folded normal.
+
+    With :math:`d = y - m`,
+    :math:`E|y - f| = d \operatorname{erf}(d / \sqrt{2v}) + \sqrt{2v/\pi} \exp(-d^2 / 2v)`.
+    Quadrature would put the kink of :math:`|y - f|` between nodes, and make the derivatives jump.
+    """
+    scale = likelihood.noise.sqrt()
+    difference = targets - mean
+    ratio = difference / (2 * variance).sqrt()
+    folded = difference * ratio.erf() + (2 * variance / math.pi).sqrt() * (-ratio.square()).exp()
+    return -folded / scale - (2 * scale).log()
+
+
+@rule_for(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
+def _quadrature_log_prob(
+    likelihood: _OneDimensionalLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """On the nodes of the likelihood's own quadrature."""
+    nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
+    f = mean + variance.sqrt() * nodes
+    return (weights * conditional_log_prob(likelihood, targets, f, **kwargs)).sum(0)
+
+
+@singledispatch
+def expectations(
+    likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    r"""Expected log probability, :math:`\alpha` and :math:`\beta` under :math:`N(m, v)`.
+
+    Dispatches on the likelihood's type: closed forms for Gaussian likelihoods, closed-form
+    derivatives for Bernoulli and Poisson, and for everything else the derivatives of
+    `expected_log_prob` by automatic differentiation. All of them are themselves differentiable
+    with respect to mean and variance. Register a faster rule for a likelihood of your own with
+    ``@expectations.register(MyLikelihood)``.
+
+    Args:
+        likelihood: A GPyTorch likelihood.
+        targets: ``... x n`` targets.
+        mean: ``... x n [x c]`` means.
+        variance: ``... x n [x c]`` variances.
+        kwargs: Per-point arguments of the likelihood.
+    """
+    create_graph = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (targets, mean, variance)
+    )
+    with torch.enable_grad():
+        if not create_graph:
+            mean, variance = mean.detach(), variance.detach()
+        # The derivatives are per observation: each needs a mean and a variance of its own.
+        mean, variance = per_target(likelihood, targets, mean, variance)
+        mean, variance = mean.clone(), resolved(variance)
+        if mean.numel() == 0:  # which not all distributions know how to deal with
+            log_prob = mean if has_one_latent(likelihood) else mean[..., 0]
+            return Expectations(log_prob, mean, variance)
+        for tensor in (mean, variance):
+            if not tensor.requires_grad:
+                tensor.requires_grad_(True)
+        log_prob = expected_log_prob(likelihood, targets, mean, variance, **kwargs)
+        d_mean, d_variance = torch.autograd.grad(
+            log_prob.sum(), (mean, variance), create_graph=create_graph
+        )
+    if not create_graph:
+        log_prob = log_prob.detach()
+    return Expectations(log_prob, d_mean, -2 * d_variance)
+
+
+@expectations.register(GaussianLikelihood)
+@expectations.register(FixedNoiseGaussianLikelihood)
+def _gaussian(
+    likelihood: GaussianLikelihood | FixedNoiseGaussianLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    **kwargs: Any,
+) -> Expectations:
+    r""":math:`\alpha = (y - m) / \sigma^2`, :math:`\beta = 1 / \sigma^2`, whatever q is.
+
+    ``beta`` keeps the batch shape of the noise: fantasies that differ only in their targets share
+    their covariance.
+    """
+    noise = observation_noise(likelihood, mean.shape[-1], **kwargs)
+    residual = targets - mean
+    log_prob = -0.5 * ((residual.square() + variance) / noise + noise.log() + math.log(2 * math.pi))
+    return Expectations(log_prob, residual / noise, noise.reciprocal())
+
+
+# The masking of NaN targets is in GPyTorch's `expected_log_prob`: use it.
+expectations.register(GaussianLikelihoodWithMissingObs, expectations.dispatch(object))
+
+
+@rule_for(expectations, BernoulliLikelihood)
+def _bernoulli(
+    likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    r"""Probit: :math:`g(f) = \log\Phi(sf)`, :math:`s = 2y - 1`, :math:`g' = s \phi / \Phi`."""
+    nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
+    spread = resolved(variance).sqrt()
+    sign = 2 * targets - 1
+    signed = sign * (mean + spread * nodes)
+    log_cdf = torch.special.log_ndtr(signed)
+    slope = sign * _inverse_mills_ratio(signed, log_cdf)
+    return _from_slopes(log_cdf, slope, nodes, weights, spread)
+
+
+def _inverse_mills_ratio(x: Tensor, log_cdf: Tensor) -> Tensor:
+    r""":math:`\phi(x) / \Phi(x)`, given :math:`\log\Phi(x)`.
+
+    So far in the left tail that the logarithms, of order :math:`x^2`, leave no digits to their
+    difference, the asymptotic series :math:`|x| + 1/|x| - 2/|x|^3` does.
+    """
+    log_ratio = -0.5 * x.square() - 0.5 * math.log(2 * math.pi) - log_cdf
+    tail = torch.finfo(x.dtype).eps ** (-1 / 6)  # where the series' next term vanishes
+    size = (-x).clamp_min(tail)
+    series = size + (1 - 2 / size.square()) / size
+    return torch.where(x < -tail, series, log_ratio.clamp_max(math.log(2 * tail)).exp())
+
+
+@rule_for(expectations, PoissonLikelihood)
+def _poisson(
+    likelihood: PoissonLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    r"""With rate :math:`r(f) = \log(1 + e^f)`, :math:`g(f) = y \log r - r - \log y!`.
+
+    As :math:`r' = 1 - e^{-r}`, :math:`g' = (y - r) (1 - e^{-r}) / r`.
+    """
+    nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
+    spread = resolved(variance).sqrt()
+    rate, log_rate = _softplus(mean + spread * nodes)
+    slope = (rate - targets) * torch.expm1(-rate) / rate
+    value, alpha, beta = _from_slopes(targets * log_rate - rate, slope, nodes, weights, spread)
+    return Expectations(value - torch.lgamma(targets + 1), alpha, beta)
+
+
+@rule_for(expectations, BinomialLikelihood)
+def _binomial(
+    likelihood: BinomialLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    total_count: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Expectations:
+    r""":math:`g(f) = y \log F(f) + (N - y) \log F(-f)` plus a constant.
+
+    Logit: :math:`g' = y - N F(f)`; probit: :math:`g' = y \phi/\Phi(f) - (N - y) \phi/\Phi(-f)`.
+    """
+    nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
+    spread = resolved(variance).sqrt()
+    f, N = mean + spread * nodes, likelihood.totals(mean, total_count)
+    if likelihood.link == "logit":
+        value, slope = targets * f - N * torch.nn.functional.softplus(f), targets - N * f.sigmoid()
+    else:
+        right, left = torch.special.log_ndtr(f), torch.special.log_ndtr(-f)
+        value = targets * right + (N - targets) * left
+        slope = targets * _inverse_mills_ratio(f, right)
+        slope = slope - (N - targets) * _inverse_mills_ratio(-f, left)
+    value, alpha, beta = _from_slopes(value, slope, nodes, weights, spread)
+    log_choose = (N + 1).lgamma() - (targets + 1).lgamma() - (N - targets + 1).lgamma()
+    return Expectations(value + log_choose, alpha, beta)
+
+
+@rule_for(expectations, OverdispersedBinomialLikelihood)
+def _overdispersed_binomial(
+    likelihood: OverdispersedBinomialLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    total_count: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Expectations:
+    """The slope of the log probability comes with it."""
+    nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
+    spread = resolved(variance).sqrt()
+    N, f = likelihood.totals(mean, total_count), mean + spread * nodes
+    value, slope = log_prob_and_slope(targets, N, f, likelihood.nugget)
+    return _from_slopes(value, slope, nodes, weights, spread)
+
+
+def _from_slopes(
+    values: Tensor, slopes: Tensor, nodes: Tensor, weights: Tensor, spread: Tensor
+) -> Expectations:
+    r"""Expectations from :math:`g = \log p(y | \cdot)` and :math:`g'` at quadrature nodes.
+
+    On the nodes :math:`f_k = m + \sqrt{v} x_k`, :math:`\alpha = \sum_k w_k g'(f_k)` and
+    :math:`\beta = -\sum_k w_k g'(f_k) x_k / \sqrt{v}` are the exact derivatives of the
+    quadrature's value; if :math:`g'` decreases, :math:`\beta > 0`.
+    """
+    slopes = weights * slopes
+    return Expectations((weights * values).sum(0), slopes.sum(0), -(slopes * nodes).sum(0) / spread)
+
+
+def per_target(
+    likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance, expanded to the batch shape of the targets."""
+    latents = () if has_one_latent(likelihood) else mean.shape[-1:]
+    shape = torch.broadcast_shapes((*targets.shape, *latents), mean.shape, variance.shape)
+    return mean.expand(shape), variance.expand(shape)
+
+
+def resolved(variance: Tensor) -> Tensor:
+    """The variance, or the smallest at which quadrature can see a curvature, as a new tensor.
+
+    Below it GPyTorch clamps, and the derivative with respect to the variance would be zero.
+    """
+    return variance.clamp_min(settings.min_variance.value(variance.dtype))
+
+
+@singledispatch
+def conditional_log_prob(
+    likelihood: Likelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    """``log p(y | f)`` at samples ``s x ... x n [x c]`` of the latents.
+
+    GPyTorch's, but for likelihoods whose probabilities or rates underflow: those of Bernoulli,
+    Poisson and negative binomial are finite for every latent value.
+    """
+    return likelihood.forward(samples, **kwargs).log_prob(targets)
+
+
+@rule_for(conditional_log_prob, BernoulliLikelihood)
+def _probit(
+    likelihood: BernoulliLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    """Not GPyTorch's `log_normal_cdf`, which is off by up to 2e-3."""
+    return torch.special.log_ndtr((2 * targets - 1) * samples)
+
+
+@rule_for(conditional_log_prob, PoissonLikelihood)
+def _count(
+    likelihood: PoissonLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    rate, log_rate = _softplus(samples)
+    return targets * log_rate - rate - torch.lgamma(targets + 1)
+
+
+@rule_for(conditional_log_prob, NegativeBinomialLikelihood)
+def _overdispersed_count(
+    likelihood: NegativeBinomialLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    r""":math:`\log\Gamma(k + y) - \log\Gamma(k) - \log y! + k \log(1 - p) + y \log p`.
+
+    With :math:`-\log\Gamma(k) = \log k - \log\Gamma(1 + k)`, and nothing of both if
+    :math:`y = 0`, no term has a pole at :math:`k = 0`.
+    """
+    probs = likelihood.probs.clamp(1e-6, 1 - 1e-6)  # as GPyTorch does
+    odds = 1.0 if likelihood.num_failures_param else (1 - probs) / probs
+    scale = torch.as_tensor(odds, dtype=samples.dtype, device=samples.device)
+    rate, log_rate = _softplus(samples)
+    k, log_k = rate * scale, log_rate + scale.log()
+    ratio = torch.lgamma(k + targets.clamp_min(1)) - torch.lgamma(1 + k) + log_k
+    log_choose = torch.where(targets > 0, ratio, 0.0) - torch.lgamma(targets + 1)
+    return log_choose + k * torch.log1p(-probs) + targets * probs.log()
+
+
+def _softplus(f: Tensor) -> tuple[Tensor, Tensor]:
+    """``log(1 + e^f)``, kept from underflow, and its logarithm, which is ``f`` far below zero."""
+    floor = torch.finfo(f.dtype).eps ** 2
+    rate = torch.nn.functional.softplus(f).clamp_min(floor)
+    return rate, torch.where(rate > floor, rate.log(), f)

@@ -1,0 +1,99 @@
+"""What the rest of the library needs to know about a likelihood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihood,
+    GaussianLikelihoodWithMissingObs,
+    LaplaceLikelihood,
+    Likelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from torch import Tensor
+
+from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+
+_LOG_CONCAVE = (
+    BernoulliLikelihood,
+    BinomialLikelihood,
+    LaplaceLikelihood,
+    OrdinalLikelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
+
+
+def has_one_latent(likelihood: Likelihood) -> bool:
+    """Whether the likelihood is one of a single latent function (as against, say, a softmax)."""
+    return is_conjugate(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
+
+
+def precision_floor(likelihood: Likelihood) -> float | None:
+    """The least precision of its sites: zero if the likelihood is log-concave, else ``None``.
+
+    Others (Student-t, Beta, negative binomial, any that we do not know) ask for negative precisions
+    where they are not log-concave, at an outlier say. With a floor there would be a posterior that
+    maximises no bound. Without, the posterior must be kept from losing all its precision, which is
+    for step sizes to do: `seqgp.dual.natural_gradient.fixed_point`.
+    """
+    return 0.0 if is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE) else None
+
+
+def is_conjugate(likelihood: Likelihood) -> bool:
+    """Whether the sites do not depend on the posterior, so that one step is exact."""
+    return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
+
+
+def has_closed_form(likelihood: Likelihood) -> bool:
+    """Whether all targets are Gaussian observations, none of which may be missing."""
+    missing = isinstance(likelihood, GaussianLikelihoodWithMissingObs)
+    return is_conjugate(likelihood) and not missing
+
+
+def observation_noise(
+    likelihood: GaussianLikelihood | FixedNoiseGaussianLikelihood,
+    num_data: int,
+    noise: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The noise variance of each of ``num_data`` observations, ``... x num_data``.
+
+    Args:
+        likelihood: A Gaussian likelihood.
+        num_data: The number of observations.
+        noise: Their noise variances. Required for a `FixedNoiseGaussianLikelihood` unless
+            ``num_data`` is the number of points that it was built with.
+        kwargs: Ignored.
+    """
+    if isinstance(likelihood, GaussianLikelihood):
+        variance = likelihood.noise if noise is None else noise
+        return variance.expand(*variance.shape[:-1], num_data) if variance.dim() else variance
+    if noise is None:
+        noise = likelihood.noise_covar.noise
+        if noise.shape[-1] not in (1, num_data):
+            raise ValueError(
+                f"noise: the likelihood holds the noise of {noise.shape[-1]} points but was given "
+                f"{num_data}; pass their noise variances as noise=."
+            )
+    noise = noise + likelihood.second_noise
+    return noise.expand(*noise.shape[:-1], num_data)
+
+
+def summary_noise(likelihood: Likelihood) -> Tensor | None:
+    """The noise variance ``... x 1`` that summaries of this likelihood are kept free of, if any."""
+    return likelihood.noise if isinstance(likelihood, GaussianLikelihood) else None
+
+
+def is_softmax(likelihood: Likelihood) -> bool:
+    """Whether each class has a latent function of its own, and nothing else is between them."""
+    return (
+        isinstance(likelihood, SoftmaxLikelihood)
+        and type(likelihood).forward is SoftmaxLikelihood.forward
+        and likelihood.mixing_weights is None
+    )

@@ -1,0 +1,6 @@
+"""The BoTorch face: models, their posteriors, and how they are fitted."""
+
+from seqgp.models import pathwise as _pathwise  # registers BoTorch's samplers  # noqa: F401
+from seqgp.models.sequential_gp import SequentialGP
+
+__all__ = ["SequentialGP"]

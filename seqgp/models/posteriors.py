@@ -1,0 +1,355 @@
+r"""Posteriors over observations, for likelihoods that are not Gaussian.
+
+BoTorch's samplers hand a posterior standard normal base samples. Here one half of them draws the
+latent function, jointly at all inputs, and the other half the observation given the latent
+function, by inverse CDF: :math:`y = F^{-1}(\Phi(z) \mid f)`. Samples are valid observations (0/1,
+counts, classes), and common base samples mean common random numbers.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+import torch
+from botorch.exceptions.errors import UnsupportedError
+from botorch.posteriors import GPyTorchPosterior, Posterior
+from botorch.sampling.get_sampler import GetSampler
+from botorch.sampling.normal import SobolQMCNormalSampler
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, SoftmaxLikelihood
+from scipy import special, stats  # a dependency of BoTorch
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli,
+    Beta,
+    Binomial,
+    Categorical,
+    Distribution,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+)
+
+from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
+from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
+from seqgp.likelihoods.quadrature import latent_nodes
+from seqgp.likelihoods.softmax import softmax_normaliser
+
+
+class ObservationPosterior(Posterior):
+    """The distribution of observations at ``q`` inputs, given by latent Gaussians and a likelihood.
+
+    Args:
+        latent: ``q(f)``, a posterior over ``... x q x l`` latent values. If the likelihood is an
+            `OverdispersedBinomialLikelihood`, the nugget is part of it.
+        likelihood: The likelihood.
+        arguments: Per-point arguments of the likelihood, ``... x q``.
+        several_latents: Whether there is one observation per input of all ``l`` latents together,
+            instead of one of each.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import PoissonLikelihood
+        >>> from seqgp import SequentialGP
+        >>> X = torch.linspace(0, 1, 10, dtype=torch.double).unsqueeze(-1)
+        >>> model = SequentialGP(X, torch.ones_like(X), likelihood=PoissonLikelihood())
+        >>> counts = model.posterior(X, observation_noise=True)
+        >>> samples = counts.rsample(torch.Size([100]))
+        >>> samples.shape, bool((samples == samples.round()).all())
+        (torch.Size([100, 10, 1]), True)
+    """
+
+    def __init__(
+        self,
+        latent: GPyTorchPosterior,
+        likelihood: Likelihood,
+        arguments: dict[str, Any] | None = None,
+        several_latents: bool = False,
+    ) -> None:
+        self.latent = latent
+        self.likelihood = likelihood
+        self.arguments = arguments or {}
+        self.several_latents = several_latents
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the samples."""
+        return self.latent.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the samples."""
+        return self.latent.dtype
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The batch shape ``...``."""
+        return self.latent.batch_shape
+
+    @property
+    def num_outputs(self) -> int:
+        """Observations per input."""
+        return 1 if self.several_latents else self.latent._extended_shape()[-1]
+
+    def _extended_shape(self, sample_shape: torch.Size = torch.Size()) -> torch.Size:  # noqa: B008
+        """The shape of samples, ``sample_shape x ... x q x m``."""
+        shape = self.latent._extended_shape(sample_shape)
+        return torch.Size([*shape[:-1], self.num_outputs])
+
+    @property
+    def base_sample_shape(self) -> torch.Size:
+        """``... x q x (l + m)``: base samples of the latents, then of the observations."""
+        *batch, num_latents = self.latent._extended_shape()
+        return torch.Size([*batch, num_latents + self.num_outputs])
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """The t-batch dimensions of the base samples."""
+        return (0, -2)
+
+    def rsample_from_base_samples(self, sample_shape: torch.Size, base_samples: Tensor) -> Tensor:
+        """Observations from standard normal base samples.
+
+        Args:
+            sample_shape: The sample shape.
+            base_samples: ``sample_shape x ... x q x (l + m)``.
+
+        Returns:
+            ``sample_shape x ... x q x m``. Gradients reach continuous observations through the
+            latents; discrete ones have none.
+        """
+        m = self.num_outputs
+        latent_base, uniform = base_samples[..., :-m], torch.special.ndtr(base_samples[..., -m:])
+        latent_base = latent_base.expand(*sample_shape, *self.latent._extended_shape())
+        if self.latent.base_sample_shape != self.latent._extended_shape():
+            latent_base = latent_base.squeeze(-1)  # GPyTorchPosterior of one output
+        f = self.latent.rsample_from_base_samples(sample_shape, latent_base.contiguous())
+        conditional = self._conditional(f)
+        eps = torch.finfo(uniform.dtype).eps
+        uniform = uniform.clamp(eps, 1 - eps)
+        if self.several_latents:
+            return quantile(conditional, uniform.squeeze(-1)).to(f).unsqueeze(-1)
+        return quantile(conditional, uniform.mT).to(f).mT
+
+    def rsample(self, sample_shape: torch.Size | None = None) -> Tensor:
+        """Samples of shape ``sample_shape x ... x q x m``."""
+        sample_shape = torch.Size([1]) if sample_shape is None else sample_shape
+        base = torch.randn(
+            *sample_shape, *self.base_sample_shape, dtype=self.dtype, device=self.device
+        )
+        return self.rsample_from_base_samples(sample_shape, base)
+
+    @property
+    def mean(self) -> Tensor:
+        """``... x q x m``, ``E[y]``. Of classes: of their index."""
+        return self._moments()[0]
+
+    @property
+    def probabilities(self) -> Tensor:
+        """``... x q x c``, the probability of each class, if observations are classes."""
+        mean, variance = self.latent.mean, self.latent.variance
+        if isinstance(self.likelihood, SoftmaxLikelihood) and (
+            self.likelihood.mixing_weights is None
+        ):
+            return softmax_normaliser(mean, variance)[1]
+        if isinstance(self.likelihood, BernoulliLikelihood):
+            positive = self.mean
+            return torch.cat([1 - positive, positive], -1)
+        nodes, weights = self._nodes(mean)
+        conditional = self._conditional(mean + variance.sqrt() * nodes)
+        if not isinstance(conditional, Categorical):
+            raise UnsupportedError(
+                f"Observations of a {type(self.likelihood).__name__} are not classes."
+            )
+        probabilities = torch.tensordot(weights, conditional.probs, 1)
+        return probabilities if self.several_latents else probabilities.squeeze(-3)
+
+    @property
+    def variance(self) -> Tensor:
+        """``... x q x m``, ``Var[y]``, by the law of total variance."""
+        return self._moments()[1]
+
+    @property
+    def distribution(self) -> Distribution:
+        """Not available: the observations at several inputs have no joint distribution in torch."""
+        raise UnsupportedError(
+            f"Observations of a {type(self.likelihood).__name__} are not jointly Gaussian, which "
+            "is what this caller assumes of them (entropy search with qMaxValueEntropy, and "
+            "ModelListGP, do). Use an acquisition function that only needs samples or the latent "
+            "function (qKnowledgeGradient, qLogNoisyExpectedImprovement, UpperConfidenceBound), "
+            "and a ModelList for observations of several models."
+        )
+
+    def _nodes(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes ``k x ...`` that broadcast against the latents' mean, and ``k`` weights."""
+        nodes, log_weights = latent_nodes(mean, self.several_latents)
+        return nodes, log_weights.exp()
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        mean, variance = self.latent.mean, self.latent.variance
+        nodes, weights = self._nodes(mean)
+        conditional = self._conditional(mean + variance.sqrt() * nodes)
+        first, second = _conditional_moments(conditional)
+        average = torch.tensordot(weights, first, 1)
+        spread = torch.tensordot(weights, second + (first - average).square(), 1)
+        if self.several_latents:
+            return average.unsqueeze(-1), spread.unsqueeze(-1)
+        return average.mT, spread.mT
+
+    def _conditional(self, f: Tensor) -> Distribution:
+        """``p(y | f)`` at latents ``... x q x l``, with batch shape ``... [x m] x q``."""
+        if isinstance(self.likelihood, BernoulliLikelihood):
+            # Not through `forward`: it makes a tensor on the default device.
+            return Bernoulli(torch.special.ndtr(f.mT))
+        if isinstance(self.likelihood, OverdispersedBinomialLikelihood):
+            return self.likelihood.conditional.forward(f.mT, **self.arguments)
+        if not self.several_latents:
+            return self.likelihood.forward(f.mT, **self.arguments)
+        if isinstance(self.likelihood, SoftmaxLikelihood):
+            # Not through `forward`: it transposes its input whenever q equals the classes.
+            weights = self.likelihood.mixing_weights
+            return Categorical(logits=f if weights is None else f @ weights.mT)
+        return self.likelihood.forward(f, **self.arguments)
+
+
+@GetSampler.register(ObservationPosterior)
+def _get_sampler(
+    posterior: ObservationPosterior, sample_shape: torch.Size, *, seed: int | None = None
+) -> SobolQMCNormalSampler:
+    return SobolQMCNormalSampler(sample_shape=sample_shape, seed=seed)
+
+
+@singledispatch
+def quantile(distribution: Distribution, u: Tensor) -> Tensor:
+    """The inverse CDF at ``u``, also for distributions for which torch has none.
+
+    Register a rule for a distribution of your own with ``@quantile.register(MyDistribution)``.
+
+    Args:
+        distribution: A distribution with batch shape ``...``.
+        u: Numbers in (0, 1), broadcastable to ``...``.
+    """
+    try:
+        return distribution.icdf(u)
+    except NotImplementedError:
+        raise NotImplementedError(
+            f"No inverse CDF is known for {type(distribution).__name__}, so that its observations "
+            "cannot be fantasised; register one with @seqgp.models.posteriors.quantile.register."
+        ) from None
+
+
+@quantile.register(Bernoulli)
+def _bernoulli_quantile(distribution: Bernoulli, u: Tensor) -> Tensor:
+    return (u > 1 - distribution.probs).to(u)
+
+
+@quantile.register(Categorical)
+def _categorical_quantile(distribution: Categorical, u: Tensor) -> Tensor:
+    cumulative = distribution.probs.cumsum(-1)
+    below = (cumulative < u.unsqueeze(-1)).sum(-1)
+    return below.clamp_max(cumulative.shape[-1] - 1).to(u)
+
+
+@quantile.register(Binomial)
+def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
+    r"""By the recurrence :math:`p_{k+1} = p_k \, \frac{N - k}{k + 1} \, e^f`.
+
+    It counts the rarer of successes and failures, so that :math:`p_0 \ge 2^{-N}`.
+    """
+    total = distribution.total_count
+    most = int(total.max()) if total.numel() else 0
+    if most > 1000:
+        return _count_quantile(distribution, u)
+    with torch.no_grad():
+        u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
+        logits, N = distribution.logits.double(), total.double()
+        flip = (logits > 0).expand(u.shape)
+        odds = (-logits.abs()).exp()
+        p = (-N * torch.log1p(odds)).exp().expand(u.shape)
+        level = torch.where(flip, 1 - u.double(), u.double())
+        cumulative, below = torch.zeros_like(p), torch.zeros_like(p)
+        for k in range(most):
+            cumulative = cumulative + p
+            # The least k with P(K <= k) >= u; from the other side, the largest.
+            below = below + torch.where(flip, cumulative <= level, cumulative < level)
+            if k % 16 == 15 and not bool((cumulative < level).any()):
+                break
+            p = p * ((N - k) / (k + 1) * odds)
+        below = torch.minimum(below, N)
+        return torch.where(flip, N - below, below).to(u)
+
+
+@quantile.register(NegativeBinomial)
+@quantile.register(Poisson)
+@quantile.register(LogitNormalBinomial)
+def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
+    """Add up probabilities, a block of counts at a time, until every ``u`` is passed."""
+    with torch.no_grad():
+        u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
+        limit = distribution.mean + 40 * distribution.stddev + 40  # mass beyond is below rounding
+        below, total, start, block = torch.zeros_like(u), torch.zeros_like(u), 0, 64
+        while True:
+            counts = torch.arange(start, start + block, device=u.device, dtype=u.dtype)
+            counts = counts.reshape(-1, *[1] * u.dim())
+            log_prob = _unchecked_log_prob(distribution, counts)
+            cumulative = total + log_prob.exp().cumsum(0)
+            below = below + (cumulative < u).sum(0)
+            total, start = cumulative[-1], start + block
+            if bool(((total >= u) | (start > limit)).all()):
+                break
+        if isinstance(distribution, Binomial | LogitNormalBinomial):
+            below = torch.minimum(below, distribution.total_count.to(below))
+        return below
+
+
+def _unchecked_log_prob(distribution: Distribution, counts: Tensor) -> Tensor:
+    """``log_prob`` that is ``-inf`` outside of the support instead of an error."""
+    if isinstance(distribution, Binomial):
+        total = distribution.total_count
+        inside = counts <= total
+        log_prob = Binomial(total, logits=distribution.logits, validate_args=False).log_prob(
+            torch.minimum(counts, total)
+        )
+        return torch.where(inside, log_prob, -torch.inf)
+    if isinstance(distribution, LogitNormalBinomial):
+        total = distribution.total_count
+        log_prob = distribution.log_prob(torch.minimum(counts, total))
+        return torch.where(counts <= total, log_prob, -torch.inf)
+    return distribution.log_prob(counts)
+
+
+@quantile.register(StudentT)
+def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
+    df = distribution.df.detach().cpu().numpy()
+    standard = torch.from_numpy(np.asarray(stats.t.ppf(u.cpu().numpy(), df))).to(u)
+    return distribution.loc + distribution.scale * standard
+
+
+@quantile.register(Beta)
+def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
+    r"""The quantile ``y``. The CDF there is constant: :math:`\dot y = -\dot F(y) / p(y)`."""
+    parameters = (distribution.concentration1, distribution.concentration0)
+    a, b = (parameter.detach().cpu().numpy() for parameter in parameters)
+    y = np.asarray(special.betaincinv(a, b, u.cpu().numpy()))
+    value = torch.from_numpy(y).to(u)
+    if any(parameter.requires_grad for parameter in parameters):
+        density, step = stats.beta.pdf(y, a, b), 1e-5  # relative, for central differences
+        for parameter, da, db in zip(parameters, (step, 0.0), (0.0, step), strict=True):
+            right = special.betainc(a * (1 + da), b * (1 + db), y)
+            left = special.betainc(a * (1 - da), b * (1 - db), y)
+            slope = (left - right) / (2 * step * parameter.detach().cpu().numpy() * density)
+            slope = np.nan_to_num(slope, nan=0.0, posinf=0.0, neginf=0.0)  # at 0 and 1
+            value = value + torch.from_numpy(slope).to(u) * (parameter - parameter.detach())
+    eps = torch.finfo(u.dtype).eps
+    return value.clamp(eps, 1 - eps)
+
+
+def _conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """Mean and variance; torch has none for a categorical distribution's index."""
+    if isinstance(distribution, Categorical):
+        probs = distribution.probs
+        index = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)
+        mean = (probs * index).sum(-1)
+        return mean, (probs * (index - mean.unsqueeze(-1)).square()).sum(-1)
+    return distribution.mean, distribution.variance

@@ -1,0 +1,6 @@
+"""The GPyTorch face: a variational strategy that stores duals, and its bound."""
+
+from seqgp.variational.elbo import DualELBO
+from seqgp.variational.strategy import DualVariationalStrategy
+
+__all__ = ["DualELBO", "DualVariationalStrategy"]

@@ -1,0 +1,81 @@
+"""Every Python block of the README and of the guide runs as it stands, without warnings."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+from botorch.exceptions.warnings import BotorchWarning
+
+from tests.models.acquisition_table import render
+
+ROOT = Path(__file__).parent.parent.parent
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*files: Path) -> Iterator[tuple[Path, int, str]]:
+    """Files, line numbers and sources."""
+    for file in files or (README, GUIDE):
+        text = file.read_text()
+        for match in BLOCK.finditer(text):
+            yield file, text.count("\n", 0, match.start(1)), match.group(1)
+
+
+@functools.cache
+def run(file: Path, line: int, source: str) -> dict[str, object]:
+    """Execute a block in a namespace of its own; tracebacks show the file's lines."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("error", BotorchWarning)
+        exec(compile("\n" * line + source, str(file), "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    mpl.use("Agg")
+
+
+def test_there_are_examples() -> None:
+    assert len(list(blocks(README))) >= 4
+    assert len(list(blocks(GUIDE))) >= 5
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "source"),
+    [pytest.param(*block, id=f"{block[0].name}-line{block[1]}") for block in blocks()],
+)
+def test_block_runs(file: Path, line: int, source: str) -> None:
+    run(file, line, source)
+
+
+def test_stream_example_predicts_the_rate() -> None:
+    block = next(block for block in blocks() if "PoissonLikelihood" in block[2])
+    rate = run(*block)["rate"]
+    torch.testing.assert_close(rate, torch.tensor([7.0, 1.0]), rtol=0, atol=0.7)
+
+
+def test_fantasy_example_has_the_shape_it_says() -> None:
+    block = next(block for block in blocks() if "fantasize" in block[2])
+    names = run(*block)
+    mean = names["fantasies"].posterior(names["X"]).mean  # type: ignore[attr-defined]
+    assert mean.shape == (16, 8, 50, 1)
+
+
+def test_table_of_acquisition_functions_is_the_tested_one() -> None:
+    assert f"tests/models/acquisition_table.py -->\n{render()}\n<!-- end -->" in README.read_text()
+
+
+def test_links_lead_somewhere() -> None:
+    for file in (README, GUIDE, ROOT / "tutorials" / "README.md", ROOT / "docs" / "benchmarks.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", file.read_text()):
+            assert link.startswith("http") or (file.parent / link).exists(), (file.name, link)

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import SingleTaskGP, SingleTaskVariationalGP
+from botorch.models.transforms import Normalize, Warp
+from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
+from botorch.optim.closures import get_loss_closure_with_grads
+from botorch.optim.utils import get_parameters
+from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, StudentTLikelihood
+from gpytorch.means import ConstantMean
+from gpytorch.mlls import ExactMarginalLogLikelihood, PredictiveLogLikelihood, VariationalELBO
+from torch import Tensor
+
+from seqgp import DualELBO, SequentialGP
+from seqgp.models.fit import FULL_BATCH_LIMIT
+from seqgp.streaming.memory import MemoryOptions
+from tests.helpers import (
+    CASES,
+    assert_close,
+    latent,
+    make_inputs,
+    make_kernel,
+    make_mean,
+    terminal,
+    with_same_expectations,
+)
+from tests.models.helpers import assert_same, data, gaussian_likelihood, observe, pair
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def value(mll: torch.nn.Module, model: SequentialGP) -> Tensor:
+    """An objective at the training data, the sites converged; higher is better."""
+    model.refresh()
+    mll.train()
+    with torch.no_grad():
+        output = model(model.train_inputs[0])
+        result = mll(output, model.train_targets, **model.likelihood_arguments)
+    mll.eval()
+    return result
+
+
+def marginal_likelihood(model: SingleTaskGP, source: torch.nn.Module) -> Tensor:
+    """The exact objective, with priors, at the hyperparameters of ``source``."""
+    model = copy.deepcopy(model)
+    model.load_state_dict(source.state_dict(), strict=False)
+    mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+    with torch.no_grad():
+        return mll(model(*model.train_inputs), model.train_targets)
+
+
+# -------------------------------------------------------------------- the optimum
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"outputs": 2}, {"fixed_noise": True}, {"batch_shape": torch.Size([2])}], ids=str
+)
+def test_gaussian_reaches_the_exact_optimum(kwargs: dict[str, Any]) -> None:
+    ours, exact = pair(n=20, **kwargs)
+    start = marginal_likelihood(exact, exact)
+    fit_gpytorch_mll(DualELBO(ours.likelihood, ours))
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(exact.likelihood, exact))
+    reached, expected = (marginal_likelihood(exact, source) for source in (ours, exact))
+    # Both optimisers are L-BFGS, which stops at a relative change of 2e-9 a step.
+    assert (reached >= expected - 1e-5).all()
+    assert (expected > start).all()
+
+
+def test_default_priors_reach_the_exact_optimum() -> None:
+    X = make_inputs(20, 2)
+    Y = (6 * X[:, :1]).sin() + X[:, 1:]
+    Y = (Y - Y.mean()) / Y.std()
+    ours, exact = SequentialGP(X, Y), SingleTaskGP(X, Y, outcome_transform=None)
+    fit_gpytorch_mll(DualELBO(ours.likelihood, ours))
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(exact.likelihood, exact))
+    reached, expected = (marginal_likelihood(exact, source) for source in (ours, exact))
+    assert reached >= expected - 1e-5
+
+
+@pytest.mark.parametrize("mll", [VariationalELBO, ExactMarginalLogLikelihood])
+def test_objectives_agree(mll: Any) -> None:
+    ours, _ = pair(n=15)
+    expected = copy.deepcopy(ours)
+    arguments = {"num_data": 15} if mll is VariationalELBO else {}
+    fitted = fit_gpytorch_mll(mll(ours.likelihood, ours, **arguments))
+    assert type(fitted) is mll
+    assert fitted.model is ours
+    fit_gpytorch_mll(DualELBO(expected.likelihood, expected))
+    X = make_inputs(5, 2)
+    assert_same(ours.posterior(X), expected.posterior(X), tol=1e-4)  # two L-BFGS runs
+
+
+def test_other_bounds_improve() -> None:
+    model = data("poisson", n=20).model(inducing_points=6)
+    mll = PredictiveLogLikelihood(model.likelihood, model, num_data=20)
+    before = value(mll, model)
+    assert value(fit_gpytorch_mll(mll), model) > before
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson", "negative_binomial"])
+@pytest.mark.parametrize("m", [4, 10])
+def test_bound_is_at_least_that_of_botorch(name: str, m: int) -> None:
+    n, train = 10, data(name, n=10)
+    same = with_same_expectations if name == "bernoulli" else copy.deepcopy
+    modules = {
+        "covar_module": get_covar_module_with_dim_scaled_prior(ard_num_dims=2),
+        "mean_module": ConstantMean(),
+        "inducing_points": train.X[:m],
+        "learn_inducing_points": False,  # or else there are several local optima
+    }
+
+    def bound(likelihood: torch.nn.Module, model: torch.nn.Module) -> Tensor:
+        mll = VariationalELBO(likelihood, model, n).train()
+        with torch.no_grad():
+            return mll(model(train.X), train.Y.squeeze(-1))
+
+    peer = SingleTaskVariationalGP(
+        train.X, train.Y, same(train.likelihood), **copy.deepcopy(modules)
+    )
+    fit_gpytorch_mll(VariationalELBO(peer.likelihood, peer.model, n))
+    theirs = bound(peer.likelihood, peer.model)
+    ours = train.model(**modules)
+    fit_gpytorch_mll(DualELBO(ours.likelihood, ours))
+    assert bound(same(ours.likelihood), ours) >= theirs - 1e-5  # where L-BFGS stops
+    # At the peer's own hyperparameters, q is the best there is.
+    for module, source in (
+        (ours.covar_module, peer.model.covar_module),
+        (ours.mean_module, peer.model.mean_module),
+        (ours.likelihood, peer.likelihood),
+    ):
+        module.load_state_dict(source.state_dict())
+    ours.refresh()
+    assert bound(same(ours.likelihood), ours) >= theirs - 1e-9
+
+
+def test_batches_are_fitted_independently() -> None:
+    X = make_inputs(2, 15, 2)
+    Y, _ = observe("bernoulli", X)
+
+    def fitted(X: Tensor, Y: Tensor, shape: torch.Size) -> SequentialGP:
+        model = SequentialGP(
+            X,
+            Y,
+            likelihood=BernoulliLikelihood(),
+            covar_module=get_covar_module_with_dim_scaled_prior(2, shape),
+            mean_module=make_mean(batch_shape=shape),
+        )
+        fit_gpytorch_mll(DualELBO(model.likelihood, model))
+        return model
+
+    joint = fitted(X, Y, torch.Size([2]))
+    bounds = value(DualELBO(joint.likelihood, joint), joint)
+    for k in range(2):
+        single = fitted(X[k], Y[k], torch.Size())
+        assert_close(bounds[k], value(DualELBO(single.likelihood, single), single), 1e-5)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_likelihood_improves(name: str) -> None:
+    model = data(name, n=15).model(inducing_points=6)
+    mll = DualELBO(model.likelihood, model)
+    before, hyperparameters = value(mll, model), dict(model.named_parameters())
+    old = {key: parameter.detach().clone() for key, parameter in hyperparameters.items()}
+    fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 5}})
+    assert value(mll, model) > before
+    moved = {key for key, p in hyperparameters.items() if not torch.equal(p, old[key])}
+    assert moved == {key for key, p in hyperparameters.items() if p.requires_grad}
+
+
+# -------------------------------------------------------------------- how it is done
+
+
+def bernoulli(n: int = 40, **kwargs: Any) -> tuple[SequentialGP, DualELBO]:
+    kernel = get_covar_module_with_dim_scaled_prior(ard_num_dims=2)
+    model = data("bernoulli", n).model(
+        **{"inducing_points": 8, "covar_module": kernel, "mean_module": ConstantMean(), **kwargs}
+    )
+    return model, DualELBO(model.likelihood, model)
+
+
+@pytest.mark.parametrize("way", ["full batch", "minibatches", "closure"])
+def test_the_model_is_left_ready(way: str) -> None:
+    model, mll = bernoulli()
+    before, kwargs = value(mll, model), {"optimizer_kwargs": {"options": {"maxiter": 10}}}
+    if way == "minibatches":
+        kwargs = {"batch_size": 16, "epochs": 5}
+    elif way == "closure":
+        kwargs = {"optimizer_kwargs": {"step_limit": 10}}
+        kwargs["closure"] = get_loss_closure_with_grads(mll, get_parameters(mll, True))
+    assert fit_gpytorch_mll(mll, **kwargs) is mll
+    assert not any(module.training for module in mll.modules())
+    posterior = model.posterior(make_inputs(5, 2))
+    assert value(mll, model) > before
+    model.refresh(tol=1e-12)
+    assert_same(model.posterior(make_inputs(5, 2)), posterior)  # the sites had converged
+
+
+def test_inducing_points_at_all_inputs_stay() -> None:
+    model, mll = bernoulli(inducing_points=None)
+    fit_gpytorch_mll(mll)
+    assert torch.equal(model.variational_strategy.inducing_points, model.train_inputs[0])
+
+
+def test_more_starts_are_never_worse() -> None:
+    """The best of the fits is kept, and starts that need not be made are not."""
+    values = []
+    for starts in (1, 2, 3):
+        X, Y = make_inputs(40, 2), latent(make_inputs(40, 2)).unsqueeze(-1)
+        model = SequentialGP(X, Y + 0.1 * torch.sin(50 * Y), inducing_points=4)
+        mll = DualELBO(model.likelihood, model)
+        fit_gpytorch_mll(mll, starts=starts)
+        values.append(mll.with_priors(model.bound()[0], model.num_data).item())
+    assert values[0] <= values[1] + 1e-6
+    assert values[1] <= values[2] + 1e-6
+
+
+def test_frozen_inducing_points_stay() -> None:
+    model, mll = bernoulli(learn_inducing_points=False)
+    before = model.variational_strategy.inducing_points.clone()
+    fit_gpytorch_mll(mll)
+    assert torch.equal(model.variational_strategy.inducing_points, before)
+
+
+def test_nothing_to_learn() -> None:
+    model, mll = bernoulli()
+    model.requires_grad_(False)
+    before = model.posterior(make_inputs(5, 2))
+    fit_gpytorch_mll(mll)
+    assert_same(model.posterior(make_inputs(5, 2)), before)
+
+
+def test_maxiter() -> None:
+    bounds = []
+    for maxiter in (1, 4, 200):
+        model, mll = bernoulli()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the iteration limit was reached
+            fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": maxiter}})
+        bounds.append(value(mll, model))
+    assert bounds[0] < bounds[1] < bounds[2]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "unit"), [({}, "evaluations"), ({"batch_size": 16, "epochs": 2}, "steps")]
+)
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress(kwargs: dict[str, int], unit: str, progress: bool) -> None:
+    with terminal() as stream:
+        fit_gpytorch_mll(bernoulli()[1], progress=progress, **kwargs)
+    shown = stream.getvalue()
+    assert (f" {unit}" in shown) == progress
+    assert ("6/6" in shown) == (progress and unit == "steps")  # 2 epochs of 3 minibatches
+
+
+def test_minibatches() -> None:
+    model, mll = bernoulli(200)
+    full, full_mll = bernoulli(200)
+    start = value(mll, model)
+    fit_gpytorch_mll(mll, batch_size=64, epochs=30)
+    assert not any(module.training for module in mll.modules())
+    fit_gpytorch_mll(full_mll)
+    reached, best = value(mll, model), value(full_mll, full)
+    assert reached > start + 0.8 * (best - start)
+
+
+def test_minibatches_are_reproducible() -> None:
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model, mll = bernoulli()
+        fit_gpytorch_mll(mll, batch_size=16, epochs=2)
+        models.append(model)
+    assert_same(*(model.posterior(make_inputs(5, 2)) for model in models), tol=1e-12)
+
+
+def test_minibatches_of_per_point_arguments() -> None:
+    train = data("binomial", n=60)
+    model = train.model(inducing_points=8)
+    mll = DualELBO(model.likelihood, model)
+    before = value(mll, model)
+    fit_gpytorch_mll(mll, batch_size=25, epochs=10)
+    assert value(mll, model) > before
+
+
+def test_many_data_come_in_minibatches() -> None:
+    with terminal() as stream:
+        fit_gpytorch_mll(bernoulli(FULL_BATCH_LIMIT + 1)[1], epochs=1, progress=True)
+    assert "5/5" in stream.getvalue()  # steps of 1024
+
+
+# -------------------------------------------------------------------- learnable transforms
+
+
+def test_warp_is_learnt() -> None:
+    X = make_inputs(25, 1)
+    Y = torch.sin(8 * X**3)
+    transform = Warp(d=1, indices=[0])
+    model = SequentialGP(
+        X,
+        Y,
+        likelihood=gaussian_likelihood(0.05),
+        covar_module=make_kernel(),
+        mean_module=make_mean(),
+        inducing_points=X,
+        input_transform=transform,
+    )
+    mll = DualELBO(model.likelihood, model)
+    before = value(mll, model)
+    model.train()
+    (-mll(model(X), model.train_targets)).backward()
+    assert transform.concentration0.grad.abs() > 1e-3
+    assert transform.concentration1.grad.abs() > 1e-3
+    concentration = transform.concentration1.clone()
+    fit_gpytorch_mll(mll)
+    assert value(mll, model) > before
+    assert (transform.concentration1 - concentration).abs() > 0.1
+
+
+def test_gradient_of_warp_is_right() -> None:
+    """Against finite differences: of the bound maximised over q."""
+    X = make_inputs(12, 2)
+    model = SequentialGP(
+        X,
+        observe("bernoulli", X)[0],
+        likelihood=BernoulliLikelihood(),
+        covar_module=make_kernel(),
+        inducing_points=5,
+        input_transform=Warp(d=2, indices=[0, 1]),
+    )
+    mll = DualELBO(model.likelihood, model)
+    parameter = model.input_transform.concentration0
+
+    def bound(shift: float) -> Tensor:
+        with torch.no_grad():
+            parameter[0] += shift
+        result = value(mll, model)
+        with torch.no_grad():
+            parameter[0] -= shift
+        return result
+
+    numerical = (bound(1e-4) - bound(-1e-4)) / 2e-4
+    model.refresh(tol=1e-10)
+    mll.train()
+    mll(model(X), model.train_targets).backward()
+    assert_close(parameter.grad[0], numerical)
+
+
+def test_statistics_are_frozen_while_fitting() -> None:
+    X = 3 + 5 * make_inputs(20, 2)
+    model = SequentialGP(
+        X,
+        (X.sum(-1, keepdim=True) > 11).to(X),
+        likelihood=BernoulliLikelihood(),
+        input_transform=Normalize(2),
+    )
+    bounds = model.input_transform.bounds.clone()
+    fit_gpytorch_mll(DualELBO(model.likelihood, model), batch_size=5, epochs=2)
+    assert torch.equal(model.input_transform.bounds, bounds)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])
+def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
+    """Data without noise: on its way to zero the scale meets the end of its support."""
+    X = make_inputs(30, 2)
+    Y = torch.sin(5 * X).sum(-1, keepdim=True)
+    model = SequentialGP(X, Y, likelihood=likelihood())
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    assert model.likelihood.noise < 0.05
+    assert (model.posterior(X).mean - Y).abs().max() < 0.4
+
+
+def test_a_model_without_data_of_its_own() -> None:
+    """All of them folded: hyperparameters are fitted to the summary."""
+    X = make_inputs(30, 2)
+    model = SequentialGP(X, (X[:, :1] > 0.5).double(), likelihood=BernoulliLikelihood())
+    model.update(X[:5], torch.ones(5, 1), memory=MemoryOptions(policy="none"), learn=False)
+    assert model.memory.leverage.shape == (0,)
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    assert model.posterior(X).mean.isfinite().all()
+
+
+def test_an_error_that_is_none_of_the_optimisers_is_raised() -> None:
+    """Only what a step leads to is overcome: not targets that the likelihood cannot have."""
+    model = data("bernoulli").model()
+    model.train_targets = model.train_targets - 1
+    with pytest.raises(ValueError, match="labels must be 0 or 1"):
+        fit_gpytorch_mll(DualELBO(model.likelihood, model))

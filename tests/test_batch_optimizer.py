@@ -1,0 +1,498 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from botorch.acquisition.acquisition import AcquisitionFunction
+from botorch.exceptions.warnings import InputDataWarning
+from botorch.models import SingleTaskGP
+from botorch.models.transforms import Standardize
+from torch import Tensor
+
+from seqgp import SequentialGP
+from seqgp.acquisition import NoValidObservationWarning, log_validity
+from seqgp.batch_optimizer import BatchOptimizer
+from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.likelihoods.quadrature import base_samples
+from tests.helpers import assert_close, assert_untouched, make_inputs, state_of
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+FEW: dict[str, Any] = {
+    "num_restarts": 2,
+    "raw_samples": 16,
+    "options": {"maxiter": 15},
+    "fit_options": {"maxiter": 10},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InputDataWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)  # a line search that ends early
+        yield
+
+
+def evaluate(X: Tensor) -> tuple[Tensor, Tensor]:
+    """The best point is at (0.6, 0.6), just where evaluations begin to fail."""
+    valid = X.sum(-1) < 1.25
+    return torch.where(valid, -(X - 0.6).square().sum(-1), torch.nan), valid
+
+
+def unit(d: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor([[0.0] * d, [1.0] * d], dtype=dtype)
+
+
+def optimizer(n: int = 12, **options: Any) -> BatchOptimizer:
+    """One that has been told ``n`` evaluations."""
+    result = BatchOptimizer(unit(), **{**FEW, **options})
+    if n:
+        X = make_inputs(n, 2)
+        result.tell(X, *evaluate(X))
+    return result
+
+
+def test_finds_the_best_valid_point() -> None:
+    loop = BatchOptimizer(unit(), **FEW)
+    loop.run(evaluate, 24, q=3, progress=False)
+    assert len(loop.X) == 24
+    assert loop.best is not None
+    assert loop.best[1] > -2e-3
+    x = torch.tensor([[0.2, 0.3], [0.95, 0.95]])
+    probability = loop.probability_of_validity(x)
+    assert probability[0] > 0.9
+    assert probability[1] < 0.2
+    assert_close(probability.log(), log_validity(loop.validity_model, x), 1e-8)
+
+
+def test_minimises() -> None:
+    loop = BatchOptimizer(unit(), maximize=False, **FEW)
+    loop.run(lambda X: (-evaluate(X)[0], evaluate(X)[1]), 21, q=3, progress=False)
+    assert loop.best is not None
+    assert loop.best[1] < 5e-3
+
+
+def test_asking_changes_nothing() -> None:
+    loop = optimizer()
+    before, generator = loop.state_dict(), torch.get_rng_state()
+    models = [state_of(m) for m in (loop.objective_model, loop.validity_model) if m is not None]
+    first = loop.ask(2)
+    second = loop.ask(2, X_pending=make_inputs(2, 2))
+    assert torch.equal(loop.ask(2), first)
+    assert not torch.equal(second, first)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for model, known in zip((loop.objective_model, loop.validity_model), models, strict=True):
+        assert model is not None
+        assert_untouched(model, known)
+    after = loop.state_dict()
+    for name in ("X", "Y", "num_valid"):
+        assert torch.equal(after[name].nan_to_num(), before[name].nan_to_num())
+    loop.tell(first, *evaluate(first))
+    assert len(loop.X) == 14
+    assert not torch.equal(loop.ask(2), first)
+
+
+def test_who_learns_what() -> None:
+    """The objective from valid evaluations, validity from all."""
+    loop, (X, Y, valid) = optimizer(), (make_inputs(12, 2), *evaluate(make_inputs(12, 2)))
+    assert not valid.all()
+    assert isinstance(loop.objective_model, SequentialGP)
+    assert isinstance(loop.validity_model, SequentialGP)
+    assert torch.equal(loop.objective_model.train_inputs[0], X[valid])
+    assert_close(loop.objective_model.outcome_transform.means.squeeze(), Y[valid].mean())
+    assert torch.equal(loop.validity_model.train_inputs[0], X)
+    assert torch.equal(loop.validity_model.train_targets, valid.to(X))
+    # Values of failures are ignored, or not, as it is asked for.
+    values = Y.nan_to_num(-3.0)
+    for learns, number in ((False, int(valid.sum())), (True, 12)):
+        other = optimizer(0, learn_from_failures=learns)
+        other.tell(X, values, valid)
+        assert other.objective_model.num_data == number  # type: ignore[union-attr]
+        assert other.best is not None
+        assert other.best[1] == Y[valid].max()
+
+
+def test_pending_points_are_kept_clear_of() -> None:
+    loop = optimizer()
+    first = loop.ask(1)
+    second = loop.ask(2, X_pending=first)
+    assert torch.pdist(torch.cat([first, second])).min() > 0.012
+    # A batch is the same as its points one after the other.
+    assert_close(loop.ask(1, X_pending=None), first)
+
+
+def test_failed_points_are_not_proposed_again() -> None:
+    loop = optimizer()
+    for _ in range(3):
+        X = loop.ask(2)
+        assert torch.cdist(X, loop.X[~loop.valid]).min() > 0.012
+        loop.tell(X, torch.full((2,), torch.nan))  # whatever it is, it fails
+
+
+@pytest.mark.parametrize("refit_every", [1, 100])
+def test_goes_on_from_its_state(refit_every: int) -> None:
+    """Saved and loaded without pickled code, also between refits."""
+    loop = optimizer(refit_every=refit_every)
+    X = make_inputs(3, 2)
+    loop.tell(X, *evaluate(X))
+    file = io.BytesIO()
+    torch.save(loop.state_dict(), file)
+    file.seek(0)
+    other = optimizer(0, refit_every=refit_every)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other.ask(2), loop.ask(2))
+    x = loop.ask(2)
+    for each in (loop, other):
+        each.tell(x, *evaluate(x))
+    assert torch.equal(other.ask(1), loop.ask(1))
+    with pytest.raises(ValueError, match="version"):
+        other.load_state_dict({"version": 0})
+
+
+def test_can_be_pickled_and_copied() -> None:
+    """As a whole, with its options: also between refits."""
+    loop, X = optimizer(refit_every=100), make_inputs(2, 2)
+    loop.tell(X, *evaluate(X))
+    for other in (pickle.loads(pickle.dumps(loop)), copy.deepcopy(loop)):
+        assert torch.equal(other.ask(1), loop.ask(1))
+
+
+def test_between_refits_models_are_conditioned() -> None:
+    """Hyperparameters stay, and what is new is known."""
+    loop, X = optimizer(refit_every=4), make_inputs(3, 2)
+    fitted = loop.validity_model
+    loop.tell(X, *evaluate(X))
+    assert loop.validity_model is not fitted
+    expected = fitted.condition_on_observations(X, evaluate(X)[1].to(X).unsqueeze(-1))
+    x = make_inputs(5, 2)
+    assert_close(loop.validity_model.posterior(x).mean, expected.posterior(x).mean)
+    loop.tell(X[:1] + 0.01, *evaluate(X[:1] + 0.01))  # the fourth
+    assert loop.validity_model.num_data == 16
+    assert not loop.validity_model.variational_strategy.is_fantasy
+
+
+def test_no_valid_evaluation_yet() -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=4, **FEW), make_inputs(6, 2)
+    loop.tell(X, torch.full((6,), torch.nan))
+    assert loop.best is None
+    assert loop.objective_model is None
+    with pytest.warns(NoValidObservationWarning):
+        x = loop.ask(2)
+    # Away from all that failed, and from each other.
+    assert torch.cdist(x, X).min() > 0.05
+    assert torch.pdist(x).min() > 0.05
+    loop.tell(x, torch.zeros(2), torch.ones(2))
+    assert loop.objective_model is not None
+    assert loop.ask(1).shape == (1, 2)
+
+
+def test_values_of_failures_before_anything_is_valid() -> None:
+    """They say where to go: the best of them is to be improved on, and nothing is to be said."""
+    X = make_inputs(12, 2)
+    Y = -(X - 0.5).square().sum(-1)
+    loop = BatchOptimizer(unit(), learn_from_failures=True, **FEW)
+    loop.tell(X, Y, torch.zeros(12))
+    assert loop.best is None
+    assert loop._best_f() == Y.max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoValidObservationWarning)
+        loop.ask(1)
+    loop.tell(X[:1] + 0.01, Y[:1], torch.ones(1))
+    assert loop._best_f() == Y[0]
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_all_valid_or_one_evaluation(n: int) -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=1, **FEW), make_inputs(n, 2)
+    loop.tell(X, X.sum(-1))
+    x = loop.ask(2)
+    assert x.isfinite().all()
+    assert loop.probability_of_validity(X).min() > 0.5
+    loop.tell(x, torch.tensor([2.0, torch.nan]))
+    assert loop.ask(1).isfinite().all()
+
+
+def test_all_values_alike() -> None:
+    loop, X = BatchOptimizer(unit(), num_initial=1, **FEW), make_inputs(6, 2)
+    loop.tell(X, torch.ones(6))
+    assert loop.ask(2).isfinite().all()
+
+
+def test_incumbent_of_noisy_observations() -> None:
+    X = make_inputs(20, 2)
+    Y = X.sum(-1) + 0.5 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+    observed, mean = (
+        BatchOptimizer(unit(), incumbent=which, **FEW) for which in ("observed", "mean")
+    )
+    for loop in (observed, mean):
+        loop.tell(X, Y)
+    assert observed._best_f() == Y.max()
+    posterior = mean.objective_model.posterior(X).mean  # type: ignore[union-attr]
+    assert_close(mean._best_f(), posterior.max(), 1e-8)
+
+
+def test_models_of_the_users_own() -> None:
+    """BoTorch's exact models, of the objective and of labels."""
+
+    def exact(X: Tensor, Y: Tensor) -> SingleTaskGP:
+        return SingleTaskGP(X, Y, outcome_transform=Standardize(1))
+
+    loop = optimizer(make_objective=exact, make_validity=exact, refit_every=4)
+    for _ in range(2):
+        x = loop.ask(2)
+        loop.tell(x, *evaluate(x))
+    assert isinstance(loop.validity_model, SingleTaskGP)
+    other = optimizer(0, make_objective=exact, make_validity=exact, refit_every=4)
+    other.load_state_dict(loop.state_dict())
+    assert_close(other.ask(1), loop.ask(1), 1e-6)
+
+
+# -------------------------------------------------------------------- initial points
+
+
+def test_initial_points() -> None:
+    """A quasi-random sequence, of which each point is proposed once."""
+    loop = BatchOptimizer(torch.tensor([[1.0, -2.0], [3.0, 5.0]]), num_initial=8)
+    X = loop.ask(8)
+    assert torch.equal(X.clamp(*loop.bounds), X)
+    assert torch.equal(loop.ask(3, X_pending=X[:2]), X[2:5])
+    loop.tell(X[:3], torch.zeros(3))
+    assert torch.equal(loop.ask(2), X[3:5])
+    assert not torch.equal(BatchOptimizer(loop.bounds, num_initial=8, seed=1).ask(8), X)
+
+
+@pytest.mark.parametrize(
+    ("options", "holds"),
+    [
+        ({"fixed_features": {1: 0.3}}, lambda X: X[:, 1] == 0.3),
+        (
+            {
+                "inequality_constraints": [
+                    (torch.tensor([0, 1]), torch.tensor([-1.0, -1.0], dtype=torch.float64), -0.5)
+                ]
+            },
+            lambda X: X.sum(-1) <= 0.5 + 1e-6,
+        ),
+        ({"fixed_features_list": [{0: 0.0}, {0: 1.0}]}, lambda X: (X[:, 0] % 1) == 0),
+        (
+            {"discrete_dims": {0: [0.0, 0.5, 1.0]}, "options": {}},
+            lambda X: (2 * X[:, 0] % 1) == 0,
+        ),
+        (
+            {
+                "discrete_dims": {0: [0.0, 0.3, 1.0]},
+                "options": {},
+                "inequality_constraints": [
+                    (torch.tensor([0, 1]), torch.tensor([-1.0, -1.0], dtype=torch.float64), -0.5)
+                ],
+            },
+            lambda X: (
+                torch.isin(X[:, 0], torch.tensor([0.0, 0.3]).double()) & (X.sum(-1) <= 0.5 + 1e-6)
+            ),
+        ),
+        (
+            {"choices": torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 2).double()},
+            lambda X: ((3 * X - (3 * X).round()).abs() < 1e-6).all(-1),
+        ),
+    ],
+    ids=["fixed", "constrained", "list", "discrete", "both", "choices"],
+)
+def test_spaces(options: dict[str, Any], holds: Callable[[Tensor], Tensor]) -> None:
+    """First and later points alike are where they may be."""
+    few = {k: v for k, v in FEW.items() if "choices" not in options or k == "fit_options"}
+    loop = BatchOptimizer(unit(), num_initial=6, **{**few, **options})
+    for _ in range(3):
+        X = loop.ask(3)
+        assert holds(X).all()
+        loop.tell(X, *evaluate(X))
+
+
+# -------------------------------------------------------------------- devices, dtypes, errors
+
+
+def test_levels_are_rounded_as_bounds_are() -> None:
+    bounds = torch.tensor([[0.1, 0.0], [0.7, 1.0]], dtype=torch.float32)
+    X = BatchOptimizer(bounds, discrete_dims={0: [0.1, 0.7]}).ask(4)
+    assert torch.isin(X[:, 0], bounds[:, 0]).all()
+
+
+def test_single_precision() -> None:
+    loop = BatchOptimizer(unit(dtype=torch.float32), **FEW)
+    loop.run(evaluate, 12, q=3, progress=False)
+    assert loop.ask(2).dtype == torch.float32
+    assert loop.best is not None
+    assert loop.best[1] > -0.05
+
+
+def test_nothing_is_made_on_the_default_device() -> None:
+    """With the bounds on the CPU, nothing may be made on the default device, "meta".
+
+    BoTorch's own `optimize_acqf` does make tensors there, so another optimiser maximises here.
+    """
+    candidates = make_inputs(64, 1, 2)
+
+    def best_candidate(acq_function: AcquisitionFunction, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        values = acq_function(candidates)
+        return candidates[values.argmax()], values.max()
+
+    X = make_inputs(12, 2)
+    Y, valid = evaluate(X)
+    loops = [
+        BatchOptimizer(unit(), optimizer=best_candidate, fit_options={"maxiter": 5})
+        for _ in range(2)
+    ]
+    loops[0].tell(X, Y, valid)
+    expected = loops[0].ask(3)
+    base_samples.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        initial = loops[1].ask(2)
+        loops[1].tell(X, Y, valid)
+        actual = loops[1].ask(3)
+    finally:
+        torch.set_default_device(None)
+        base_samples.cache_clear()
+    assert initial.device.type == "cpu"
+    assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("X", "Y", "valid", "error", "message"),
+    [
+        (torch.rand(2, 3).double(), torch.zeros(2), None, ValueError, "n x 2"),
+        (torch.rand(2, 2).float(), torch.zeros(2), None, TypeError, "as the bounds are"),
+        (torch.rand(2, 2).double() / 0, torch.zeros(2), None, ValueError, "finite"),
+        (torch.rand(2, 2).double(), torch.zeros(3), None, ValueError, "2 values"),
+        (torch.rand(2, 2).double(), torch.zeros(2), torch.ones(1), ValueError, "2 labels"),
+        (torch.rand(2, 2).double(), torch.zeros(2), torch.tensor([0.5, 1]), ValueError, "labels"),
+        (
+            torch.rand(2, 2).double(),
+            torch.tensor([0.0, torch.nan]),
+            torch.ones(2),
+            ValueError,
+            "valid evaluation is NaN",
+        ),
+        (
+            torch.rand(2, 2).double(),
+            torch.tensor([0.0, torch.inf]),
+            torch.tensor([1, 0]),
+            ValueError,
+            "infinite",
+        ),
+    ],
+)
+def test_bad_outcomes_leave_it_as_it_was(
+    X: Tensor, Y: Tensor, valid: Tensor | None, error: type[Exception], message: str
+) -> None:
+    loop = optimizer(8)
+    before = loop.state_dict()
+    with pytest.raises(error, match=message):
+        loop.tell(X, Y, valid)
+    assert torch.equal(loop.X, before["X"])
+    assert loop.ask(1).shape == (1, 2)
+
+
+def in_five_trials(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Fewer and fewer of five trials are valid from where one would fail."""
+    num_valid = (5 * (1.5 - X.sum(-1)) / 0.5).round().clamp(0, 5)
+    return -(X - 0.6).square().sum(-1), num_valid
+
+
+def test_evaluations_of_several_trials() -> None:
+    """What is learnt is how many of them were valid, not only whether most were."""
+    loop = BatchOptimizer(unit(), num_trials=5, learn_from_failures=True, **FEW)
+    loop.run(in_five_trials, 24, q=3, progress=False)
+    Y, num_valid = in_five_trials(loop.X)
+    assert torch.equal(loop.num_valid, num_valid.long())
+    assert torch.equal(loop.valid, num_valid >= 3)
+    assert len(num_valid.unique()) > 2
+    assert isinstance(loop.validity_model, SequentialGP)
+    assert isinstance(loop.validity_model.likelihood, BinomialLikelihood)
+    assert torch.equal(loop.validity_model.train_targets, num_valid)
+    assert loop.best is not None
+    assert loop.best[1] == Y[num_valid >= 3].max()
+    assert loop.best[1] > -5e-3
+    few, many = loop.probability_of_validity(torch.tensor([[0.95, 0.95], [0.2, 0.3]]))
+    assert few < 0.1 < 0.9 < many
+
+
+def test_trials_are_saved_and_loaded() -> None:
+    options = {"num_trials": 5, "learn_from_failures": True, "refit_every": 4}
+    X = make_inputs(14, 2)
+    loop = optimizer(0, **options)
+    loop.tell(X[:12], *in_five_trials(X[:12]))
+    loop.tell(X[12:], *in_five_trials(X[12:]))  # conditioned, not fitted
+    other = optimizer(0, **options)
+    other.load_state_dict(loop.state_dict())
+    assert torch.equal(other.num_valid, loop.num_valid)
+    assert_close(other.ask(2), loop.ask(2), 1e-8)
+    with pytest.raises(ValueError, match="num_trials"):
+        optimizer(0).load_state_dict(loop.state_dict())
+    with pytest.raises(ValueError, match="learn_from_failures"):
+        optimizer(0, num_trials=5).load_state_dict(loop.state_dict())
+
+
+def test_numbers_of_valid_trials() -> None:
+    X, Y = make_inputs(3, 2), torch.zeros(3)
+    for valid, error in [
+        (torch.tensor([True, False, True]), TypeError),
+        (torch.tensor([0, 6, 1]), ValueError),
+        (torch.tensor([0.5, 1, 1]), ValueError),
+        (torch.tensor([-1, 1, 1]), ValueError),
+        (torch.tensor([1, 1]), ValueError),
+    ]:
+        loop = optimizer(0, num_trials=5)
+        with pytest.raises(error, match=r"valid: expected .*numbers of valid trials"):
+            loop.tell(X, Y, valid)
+        assert not len(loop.X)
+    loop = optimizer(0, num_trials=5)
+    loop.tell(X, torch.tensor([0.0, torch.nan, 1.0]))
+    assert loop.num_valid.tolist() == [5, 0, 5]
+    with pytest.raises(ValueError, match="num_trials"):
+        optimizer(0, num_trials=0)
+
+
+def test_a_model_that_fails_leaves_it_as_it_was() -> None:
+    calls = []
+
+    def make(X: Tensor, labels: Tensor) -> SingleTaskGP:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("out of luck")
+        return SingleTaskGP(X, labels)
+
+    loop = optimizer(8, make_validity=make)
+    with pytest.raises(RuntimeError, match="luck"):
+        loop.tell(make_inputs(2, 2), torch.zeros(2))
+    assert len(loop.X) == 8
+    assert len(loop.objective_model.train_inputs[0]) < 9  # type: ignore[union-attr]
+
+
+def test_bad_options() -> None:
+    for options, message in [
+        ({"bounds": unit().flip(0)}, "lower bounds first"),
+        ({"incumbent": "best"}, "incumbent"),
+        ({"refit_every": 0}, "refit_every"),
+        ({"discrete_dims": {1: [7, 8]}}, "within its bounds"),
+        ({"inequality_constraints": [([0, 1], [1.0, 1.0], 1.0)]}, "expected triples"),
+        ({"equality_constraints": [(torch.tensor([2]), unit()[1, :1], 1.0)]}, "from 0 to 1"),
+        (
+            {"inequality_constraints": [(torch.tensor([0]), torch.ones(1).float(), 1.0)]},
+            "a coefficient of torch.float64",
+        ),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            BatchOptimizer(**{"bounds": unit(), **options})
+    with pytest.raises(ValueError, match="at least one"):
+        optimizer(0).ask(0)
+    with pytest.raises(ValueError, match="n x 2"):
+        optimizer(0).ask(1, X_pending=torch.rand(2, 3))
+    with pytest.raises(RuntimeError, match="Nothing"):
+        optimizer(0).probability_of_validity(torch.rand(2, 2))

@@ -128,7 +128,7 @@ def measure(name: str, m: int, q: int, rounds: int, seed: int) -> dict[str, Any]
         return {"milliseconds": {"ours": 1e3 * race({"ours": ours}, rounds).median("ours")}}
 
     Z = model.variational_strategy.inducing_points.detach()
-    R, mean = model.variational_strategy._state().factors
+    R, mean = model.variational_strategy.state().factors
     root = torch.linalg.cholesky(torch.cholesky_inverse(R))
     peer = OVC(Z, mean, root, likelihood).eval()
     fewer = OVC_CANDIDATES.get(m, CANDIDATES)

@@ -16,7 +16,7 @@ from torch.distributions import Bernoulli, Categorical
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
 from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
-from seqgp.models.posteriors import _conditional_moments
+from seqgp.models.posteriors import conditional_moments
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.streaming.update import UpdateRecord
 from seqgp.validation import check_inputs
@@ -219,7 +219,7 @@ def leverage(
     if top < 1:
         raise ValueError(f"top: expected at least 1, got {top}.")
     if names is None:
-        targets = [_memory_targets(model, k) for k in range(model._num_columns)]
+        targets = [_memory_targets(model, k) for k in range(model.num_columns)]
         names = [
             f"x = ({', '.join(f'{v:.3g}' for v in x)}), y = {', '.join(f'{v:.3g}' for v in y)}"
             for x, y in zip(
@@ -294,10 +294,10 @@ def _inducing_points(model: SequentialGP) -> Tensor:
 
 def _memory_targets(model: SequentialGP, output: int) -> Tensor:
     """``n``, on the scale of what is drawn."""
-    columns = model._to_columns(model.train_targets.detach())
+    columns = model.to_columns(model.train_targets.detach())
     if hasattr(model, "outcome_transform"):
         columns, _ = model.outcome_transform.untransform(columns)
-    targets = columns[..., output if model._has_output_dim else 0]
+    targets = columns[..., output if model.has_output_dim else 0]
     if isinstance(model.likelihood, BinomialLikelihood):
         totals = model.likelihood_arguments.get("total_count", model.likelihood.total_count)
         if totals is not None:
@@ -343,7 +343,7 @@ def _label(model: SequentialGP, output: int) -> str:
     label = known.get(type(likelihood).__name__, "y")
     if isinstance(likelihood, BinomialLikelihood):
         label = "proportion"
-    return f"{label}, output {output}" if model._has_output_dim else label
+    return f"{label}, output {output}" if model.has_output_dim else label
 
 
 @torch.no_grad()
@@ -389,7 +389,7 @@ def _predict_chunk(
     mean, sd = mean[..., output], variance[..., output].sqrt()
 
     def expected(f: Tensor) -> Tensor:
-        return _conditional_moments(likelihood.forward(f, **given))[0]
+        return conditional_moments(likelihood.forward(f, **given))[0]
 
     return _moments_of(expected, mean, sd)
 

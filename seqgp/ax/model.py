@@ -434,7 +434,7 @@ class AxSequentialGP(SequentialGP):
             and value.shape == own[name].shape
         }
         torch.nn.Module.load_state_dict(self, learnt, strict=False)
-        self.variational_strategy._clear_cache()
+        self.variational_strategy.clear_cache()
         self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> AxSequentialGP:

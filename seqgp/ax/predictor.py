@@ -51,7 +51,7 @@ class Predictor:
     def __init__(self, model: SequentialGP) -> None:
         strategy = model.variational_strategy
         with torch.no_grad():
-            state = strategy._state()
+            state = strategy.state()
         self.kernel, self.mean = model.covar_module, model.mean_module
         self.Z = strategy.inducing_points.detach()
         self.chol, self.R = state.chol.detach(), state.factors.R.detach()

@@ -313,7 +313,7 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     Z_name = "variational_strategy.inducing_points"
     learns_Z = Z_name in content["parameters"]
     Z = content["parameters"][Z_name]["value"] if learns_Z else content["buffers"][Z_name]
-    outputs = targets.shape[-2] if attributes["_has_output_dim"] else 1
+    outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
     model = SequentialGP(
         X[..., :0, :],
         X.new_empty(*X.shape[:-2], 0, outputs),
@@ -379,7 +379,7 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     for name, training in content["training"].items():
         modules[name].training = training
     strategy: DualVariationalStrategy = model.variational_strategy
-    strategy._clear_cache()
+    strategy.clear_cache()
     strategy._correction, strategy._observed = None, None
     if content["observed"] is not None:
         fields = {key: rebuild(value) for key, value in content["observed"].items()}

@@ -70,7 +70,7 @@ def select_outputs(model: SequentialGP, idcs: list[int]) -> None:
     if hasattr(model, "outcome_transform"):
         model.outcome_transform = model.outcome_transform.subset_output(idcs)
     model._num_outputs = len(idcs)
-    strategy._clear_cache()
+    strategy.clear_cache()
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

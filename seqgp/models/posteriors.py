@@ -190,7 +190,7 @@ class ObservationPosterior(Posterior):
         mean, variance = self.latent.mean, self.latent.variance
         nodes, weights = self._nodes(mean)
         conditional = self._conditional(mean + variance.sqrt() * nodes)
-        first, second = _conditional_moments(conditional)
+        first, second = conditional_moments(conditional)
         average = torch.tensordot(weights, first, 1)
         spread = torch.tensordot(weights, second + (first - average).square(), 1)
         if self.several_latents:
@@ -345,7 +345,7 @@ def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
     return value.clamp(eps, 1 - eps)
 
 
-def _conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
+def conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
     """Mean and variance; torch has none for a categorical distribution's index."""
     if isinstance(distribution, Categorical):
         probs = distribution.probs

@@ -120,7 +120,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     #: How many observations the model has learnt, whether it holds them or has folded them.
     num_seen: int
     paper_removes_memory: bool = True  # see `seqgp.streaming.paper`
-    _has_output_dim: bool  # whether the last batch dimension is that of the outputs
+    has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
         self,
@@ -170,10 +170,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 outcome_transform.train()
                 train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=X)
         m, batch_shape = train_Y.shape[-1], train_X.shape[:-2]
-        self._has_output_dim = m > 1
+        self.has_output_dim = m > 1
         aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
-        Y = self._to_targets(train_Y)
-        noise = None if train_Yvar is None else self._to_targets(train_Yvar)
+        Y = self.to_targets(train_Y)
+        noise = None if train_Yvar is None else self.to_targets(train_Yvar)
         if likelihood is None:
             if noise is None:
                 likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
@@ -210,9 +210,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             if outcome_transform is None:
                 raise
             # Unless what was given is wrong itself, the transform has made it so.
-            check_targets(
-                self._to_targets(given_Y), points, likelihood, name="train_Y", **arguments
-            )
+            check_targets(self.to_targets(given_Y), points, likelihood, name="train_Y", **arguments)
             raise ValueError(
                 f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "
                 f"into what {type(likelihood).__name__} cannot observe; observations that are not "
@@ -275,10 +273,10 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     def batch_shape(self) -> torch.Size:
         """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
         shape = self.variational_strategy.batch_shape
-        return shape[:-1] if self._has_output_dim else shape
+        return shape[:-1] if self.has_output_dim else shape
 
     @property
-    def _num_columns(self) -> int:
+    def num_columns(self) -> int:
         """The number of columns of observations."""
         return self.num_outputs if self.variational_strategy.num_latents is None else 1
 
@@ -292,18 +290,18 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Whether there is an inducing point for each training point."""
         return self.variational_strategy.inducing_points.shape[-2] >= self.num_data
 
-    def _transform_train_inputs(self, X: Tensor) -> Tensor:
+    def transform_train_inputs(self, X: Tensor) -> Tensor:
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
 
-    def _to_targets(self, Y: Tensor) -> Tensor:
+    def to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
-        return Y.mT if self._has_output_dim else Y.squeeze(-1)
+        return Y.mT if self.has_output_dim else Y.squeeze(-1)
 
-    def _to_columns(self, targets: Tensor) -> Tensor:
-        """``... [x m] x n`` to ``... x n x m``, the inverse of `_to_targets`."""
-        return targets.mT if self._has_output_dim else targets.unsqueeze(-1)
+    def to_columns(self, targets: Tensor) -> Tensor:
+        """``... [x m] x n`` to ``... x n x m``, the inverse of `to_targets`."""
+        return targets.mT if self.has_output_dim else targets.unsqueeze(-1)
 
     def _per_point(self, arguments: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
         """Arguments of the likelihood, ``... [x m] x n``, of which some may be as ``Y`` is.
@@ -312,23 +310,23 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: The arguments.
             shape: That of ``Y``, ``... x n x m``.
         """
-        square = self._has_output_dim and shape[-1] == shape[-2]  # which way it is, nobody knows
+        square = self.has_output_dim and shape[-1] == shape[-2]  # which way it is, nobody knows
         return {
-            key: self._to_targets(value)
+            key: self.to_targets(value)
             if isinstance(value, Tensor) and value.shape == shape and not square
             else value
             for key, value in arguments.items()
         }
 
-    def _with_outputs(self, X: Tensor) -> Tensor:
+    def with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
-        return X.unsqueeze(-3) if self._has_output_dim else X
+        return X.unsqueeze(-3) if self.has_output_dim else X
 
     def _with_output_blocks(self, f: MultivariateNormal) -> MultivariateNormal:
         """``q(f)`` with its outputs as blocks of the covariance, as BoTorch's caches ask."""
         if isinstance(f, MultitaskMultivariateNormal):
             mean, covariance = f.mean, f.lazy_covariance_matrix.base_linear_op
-        elif self._has_output_dim:
+        elif self.has_output_dim:
             mean, covariance = f.mean.mT, f.lazy_covariance_matrix
         else:
             return f
@@ -355,7 +353,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         if self.training:
             inputs = self.transform_inputs(inputs)
-        return super().__call__(self._with_outputs(inputs), prior=prior, **kwargs)
+        return super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
@@ -411,7 +409,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 **arguments,
             )
         check_points(X, self.train_inputs[0].shape[-1], "X")
-        if not self._has_output_dim:
+        if not self.has_output_dim:
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         self.eval()
         X = self.transform_inputs(X)
@@ -444,7 +442,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
         shape = torch.Size([*f.batch_shape, *f.event_shape])
         if isinstance(noise, Tensor):
-            return {"noise": self._to_targets(noise).expand(shape)}
+            return {"noise": self.to_targets(noise).expand(shape)}
         if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             return {"noise": self._mean_noise().expand(shape)}
         return {}
@@ -465,7 +463,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             number: How many; fewer if there are fewer inputs.
         """
-        X = self._transform_train_inputs(self.train_inputs[0])
+        X = self.transform_train_inputs(self.train_inputs[0])
         return _choose_inducing_points(X, number, self.covar_module, self._inducing_point_allocator)
 
     def check_not_fantasy(self) -> None:
@@ -486,7 +484,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 having converged; by default 100, with a warning.
         """
         self.check_not_fantasy()
-        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
+        X = self.with_outputs(self.transform_train_inputs(self.train_inputs[0]))
         Y, strategy = self.train_targets, self.variational_strategy
         arguments = self.likelihood_arguments
         if is_conjugate(self.likelihood):
@@ -531,7 +529,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood.
         """
         self.variational_strategy.natural_gradient_step(
-            self._with_outputs(self._transform_train_inputs(X)),
+            self.with_outputs(self.transform_train_inputs(X)),
             targets,
             self.likelihood,
             rho,
@@ -541,7 +539,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def training_data(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Transformed inputs, transformed targets and arguments of the training data."""
-        X = self._with_outputs(self._transform_train_inputs(self.train_inputs[0]))
+        X = self.with_outputs(self.transform_train_inputs(self.train_inputs[0]))
         return X, self.train_targets, self.likelihood_arguments
 
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
@@ -598,7 +596,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             True
         """
         check_points(X, self.train_inputs[0].shape[-1], "X")
-        check_Y(X, Y, "X", "Y", self._num_columns, self.likelihood, broadcasts=True)
+        check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
         X_tf = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
@@ -609,13 +607,13 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 raise ValueError(
                     f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
                 )
-            kwargs["noise"] = self._to_targets(noise)
+            kwargs["noise"] = self.to_targets(noise)
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             mean_noise = self._mean_noise()
             kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
         with renamed(inputs="X", targets="Y"):
             return self.variational_strategy.get_fantasy_model(
-                self._with_outputs(X_tf), self._to_targets(Y), **kwargs
+                self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
 
     def fantasize(
@@ -656,7 +654,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
         check_points(X, self.train_inputs[0].shape[-1], "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
-        if not self._has_output_dim:
+        if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
         with fantasize_flag():
@@ -667,7 +665,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 Y = sampler(posterior)
             else:
                 batch_shape = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
-                Y = X.new_empty(*sampler.sample_shape, *batch_shape, 0, self._num_columns)
+                Y = X.new_empty(*sampler.sample_shape, *batch_shape, 0, self.num_columns)
             if observation_noise is not None:
                 kwargs["noise"] = observation_noise.expand(Y.shape[1:])
             return self.condition_on_observations(X, Y, **kwargs)
@@ -680,7 +678,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        inputs = self._with_outputs(self.transform_inputs(inputs))
+        inputs = self.with_outputs(self.transform_inputs(inputs))
         return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
 
     # ---------------------------------------------------------------- housekeeping
@@ -707,7 +705,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
         if idcs == list(range(m)):
             return self
-        if not self._has_output_dim:
+        if not self.has_output_dim:
             raise ValueError("idcs: the latents of one likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
             raise ValueError("idcs: select the outputs first, then condition or fantasise.")
@@ -745,13 +743,13 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         # For `load_state_dict`, which transforms them anew.
         noise = self.likelihood_arguments.get("noise")
         if noise is not None:
-            noise = self._to_columns(noise.expand_as(self.train_targets))
-        return self._to_columns(self.train_targets), noise
+            noise = self.to_columns(noise.expand_as(self.train_targets))
+        return self.to_columns(self.train_targets), noise
 
     def _restore_targets_and_noise(self, Y: Tensor, Yvar: Tensor | None, strict: bool) -> None:
-        self.set_train_data(targets=self._to_targets(Y), strict=strict)
+        self.set_train_data(targets=self.to_targets(Y), strict=strict)
         if Yvar is not None:
-            noise = self._to_targets(Yvar)
+            noise = self.to_targets(Yvar)
             self.likelihood_arguments["noise"] = self.likelihood.noise_covar.noise = noise
 
     def _unshare(self) -> None:

@@ -93,7 +93,7 @@ def paper_step(
         clamp_to_bounds(parameters, bounds)
     with torch.no_grad():
         bound, duals = weighted_bound(model, tied, weights)
-        strategy._store(duals, strategy._state())
+        strategy._store(duals, strategy.state())
     model.train(training)
     return steps, bound
 
@@ -106,7 +106,7 @@ def remember(model: Any, kept: Tensor) -> None:
     model._select(kept)
     X, Y, arguments = model.training_data()
     data = strategy._check_data(X, Y, model.likelihood, arguments)
-    state = strategy._state()
+    state = strategy.state()
     rest = state.duals
     if len(kept):
         sites, _ = strategy.sites(X, Y, model.likelihood, **arguments)
@@ -129,7 +129,7 @@ def natural_gradient(model: Any, num_old: int) -> None:
     strategy: DualVariationalStrategy = model.variational_strategy
     X, Y, arguments = model.training_data()
     data = strategy._check_data(X, Y, model.likelihood, arguments)
-    state = strategy._state()
+    state = strategy.state()
     duals, rest = state.duals, state.duals
     if num_old and model.paper_removes_memory:
         memory = data.select(torch.arange(num_old, device=X.device))

@@ -375,7 +375,7 @@ class StreamMixin:
                 folded = Observations(X, targets, self.likelihood, arguments).select(rest)
                 with renamed(inputs="X", targets="Y"):
                     self.variational_strategy.unfold(
-                        self._with_outputs(self._transform_train_inputs(folded.inputs)),
+                        self.with_outputs(self.transform_train_inputs(folded.inputs)),
                         folded.targets,
                         self.likelihood,
                         self._unseen_classes(),
@@ -409,7 +409,7 @@ class StreamMixin:
             ``n'`` scores: how much each observation determines the posterior at its own input.
         """
         X, targets, arguments = self._check_observations(X, Y, noise, arguments)
-        inputs = self._with_outputs(self._transform_train_inputs(X))
+        inputs = self.with_outputs(self.transform_train_inputs(X))
         sites, variance = self.variational_strategy.sites(
             inputs, targets, self.likelihood, **arguments
         )
@@ -429,7 +429,7 @@ class StreamMixin:
         """
         check_inputs(X, self.train_inputs[0].shape[-1], "X")
         self._check_target_shape(X, targets)
-        check_targets(targets, self._with_outputs(X), self.likelihood, **arguments)
+        check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
         f = self.eval()(self.transform_inputs(X))
         self.train(training)
@@ -440,7 +440,7 @@ class StreamMixin:
     def _check_target_shape(self: Any, X: Tensor, targets: Tensor) -> None:
         """Raise unless transformed targets are ``... [x m] x n`` for inputs ``... x n x d``."""
         check_tensor(targets, "targets")
-        outputs = [self._num_columns] if self._has_output_dim else []
+        outputs = [self.num_columns] if self.has_output_dim else []
         batch = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
         shape = torch.Size([*batch, *outputs, X.shape[-2]])
         own, given = 1 + len(outputs), targets.dim()
@@ -462,7 +462,7 @@ class StreamMixin:
         check_inputs(X, self.train_inputs[0].shape[-1], "X")
         if X.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
-        check_Y(X, Y, "X", "Y", self._num_columns, self.likelihood)
+        check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood)
         if noise is not None:
             check_tensor(noise, "noise")
         if noise is not None and noise.shape != Y.shape:
@@ -484,11 +484,11 @@ class StreamMixin:
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
                 self.outcome_transform.eval()
-                Y, noise = self.outcome_transform(Y, noise, X=self._transform_train_inputs(X))
-            targets = self._to_targets(Y)
+                Y, noise = self.outcome_transform(Y, noise, X=self.transform_train_inputs(X))
+            targets = self.to_targets(Y)
             if noise is not None:
-                arguments = {**arguments, "noise": self._to_targets(noise)}
-        check_targets(targets, self._with_outputs(X), self.likelihood, name="Y", **arguments)
+                arguments = {**arguments, "noise": self.to_targets(noise)}
+        check_targets(targets, self.with_outputs(X), self.likelihood, name="Y", **arguments)
         return X, targets, arguments
 
     def _extend(self: Any, X: Tensor, targets: Tensor, arguments: dict[str, Any]) -> None:
@@ -540,7 +540,7 @@ class StreamMixin:
             raise ValueError("inducing: points of several models or outputs cannot be clustered.")
         chosen = cluster_inducing_points(
             Z,
-            self._transform_train_inputs(self.train_inputs[0]),
+            self.transform_train_inputs(self.train_inputs[0]),
             self.memory_weights,
             num_new,
             self.num_seen,
@@ -613,7 +613,7 @@ class StreamMixin:
             return self.train_targets
         raise ValueError(
             "balance: expected observations of one output that are classes, got those of "
-            f"{self._num_columns} with a {type(self.likelihood).__name__}."
+            f"{self.num_columns} with a {type(self.likelihood).__name__}."
         )
 
     def _replay_weights(self: Any) -> Tensor | None:
@@ -746,6 +746,6 @@ def _restored_on_error(model: Any) -> Iterator[None]:
         model.memory_weights = weights
         model.num_updates, model.num_seen, model.stream_mode, model.classes_seen = counts
         model.variational_strategy.summary_share = share
-        model.variational_strategy._clear_cache()
+        model.variational_strategy.clear_cache()
         model.train(training)
         raise

@@ -122,7 +122,7 @@ class DualState(_VariationalStrategy):
     @jitter_val.setter
     def jitter_val(self, jitter_val: float | None) -> None:
         self._jitter_val = jitter_val
-        self._clear_cache()
+        self.clear_cache()
 
     @property
     def latent_dims(self) -> int:
@@ -132,29 +132,29 @@ class DualState(_VariationalStrategy):
     @property
     def duals(self) -> Duals:
         """Whitened tied duals in the basis of the present inducing points and hyperparameters."""
-        return self._state().duals
+        return self.state().duals
 
     @property
     def chol(self) -> Tensor:
         """``... x m x m``, ``L = chol(Kzz)``."""
-        return self._state().chol
+        return self.state().chol
 
     @property
     def lam(self) -> Tensor:
         r"""``... x m``, :math:`\lambda = \sum_i k_{zi} \lambda_i`."""
-        state = self._state()
+        state = self.state()
         return (state.chol @ state.duals.lam.unsqueeze(-1)).squeeze(-1)
 
     @property
     def B(self) -> Tensor:
         r"""``... x m x m``, :math:`B = \sum_i k_{zi} \beta_i k_{iz}`."""
-        state = self._state()
+        state = self.state()
         return state.chol @ state.duals.B @ state.chol.mT
 
     @property
     def alpha(self) -> Tensor:
         r"""``... x m``, the paper's dual :math:`\alpha_u = E[u] - \mu(Z)`."""
-        state = self._state()
+        state = self.state()
         return (state.chol @ state.factors.mean.unsqueeze(-1)).squeeze(-1)
 
     @property
@@ -166,7 +166,7 @@ class DualState(_VariationalStrategy):
     @property
     def variational_distribution(self) -> MultivariateNormal:
         """``q(v)`` for the whitened inducing values."""
-        R, mean = self._state().factors
+        R, mean = self.state().factors
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
         root = solve_lower(R, eye.expand_as(R)).mT
         covariance = CholLinearOperator(TriangularLinearOperator(root, upper=True))
@@ -174,7 +174,7 @@ class DualState(_VariationalStrategy):
 
     def kl_divergence(self) -> Tensor:
         """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
-        kl = kl_divergence(self._state(same_pass=True).factors)
+        kl = kl_divergence(self.state(same_pass=True).factors)
         return kl.sum(-1) if self.latent_dims else kl
 
     @property
@@ -203,7 +203,7 @@ class DualState(_VariationalStrategy):
 
     # ---------------------------------------------------------------- state and its cache
 
-    def _state(self, same_pass: bool = False) -> State:
+    def state(self, same_pass: bool = False) -> State:
         """Factorisations at the present inducing points, duals and hyperparameters.
 
         They are kept, and used again only if the kernel matrix, the inducing points and the duals
@@ -232,7 +232,7 @@ class DualState(_VariationalStrategy):
         state = self._build(self.inducing_points, prior)
         self._cache = (graph, tuple(tensor.detach().clone() for tensor in key), state)
         if state.chol.requires_grad:  # a backward pass uses the graph up
-            state.chol.register_hook(lambda _: self._clear_cache())
+            state.chol.register_hook(lambda _: self.clear_cache())
         return state
 
     def _stays(self, Z: Tensor) -> bool:
@@ -316,9 +316,9 @@ class DualState(_VariationalStrategy):
         self.reference_mean = state.prior_mean.detach().clone()
         self.reference_chol = state.chol.detach()
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
-        self._clear_cache()
+        self.clear_cache()
 
-    def _clear_cache(self) -> None:
+    def clear_cache(self) -> None:
         self._cache = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -344,11 +344,11 @@ class DualState(_VariationalStrategy):
                 self._assign(name, own.new_zeros(value.shape))
             elif name != "inducing_points":  # shared with fantasy models: never copied into
                 self._assign(name, own.clone())
-        self._clear_cache()
+        self.clear_cache()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._clear_cache()
+        self.clear_cache()
         return super()._apply(fn, *args, **kwargs)
 
 

@@ -191,7 +191,7 @@ class DualVariationalStrategy(DualState):
     @property
     def batch_shape(self) -> torch.Size:
         """Batch shape of the posterior: of the prior, the duals and the observations on top."""
-        state = self._state()
+        state = self.state()
         shapes = [state.chol.shape[:-2], state.factors.mean.shape[:-1]]
         if self._observed is not None:
             shapes.append(self._observed.sites.lam.shape[:-1])
@@ -241,7 +241,7 @@ class DualVariationalStrategy(DualState):
         check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
         weight = 1.0 if num_data is None or len(data) == 0 else num_data / len(data)
-        state = self._state()
+        state = self.state()
         duals, bound = natural_gradient_step(
             state.duals,
             self._batches(state, data, passes=1)(),
@@ -288,7 +288,7 @@ class DualVariationalStrategy(DualState):
         check_step_size(rho)
         data = self._check_data(inputs, targets, likelihood, arguments)
         data = replace(data, weights=weights)
-        state = self._state()
+        state = self.state()
         duals, info = converge(
             state.duals,
             self._batches(state, data),
@@ -451,7 +451,7 @@ class DualVariationalStrategy(DualState):
             Bayesian leverage score of each observation.
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
-        state = self._state()
+        state = self.state()
         batch = self._batch(state.chol, state.shared, data)
         mean = posterior_mean(batch.A, state.factors)
         variance = posterior_variance(batch.A, batch.unexplained, state.factors)
@@ -486,7 +486,7 @@ class DualVariationalStrategy(DualState):
             arguments: Per-point arguments of the likelihood.
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
-        state = self._state()
+        state = self.state()
         self._store(state.duals, state, summary=self._folded(state, data, sites, 1, discount))
 
     @torch.no_grad()
@@ -509,7 +509,7 @@ class DualVariationalStrategy(DualState):
         """
         data = self._check_data(inputs, targets, likelihood, arguments)
         sites, _ = self.sites(inputs, targets, data.likelihood, unseen, **arguments)
-        state = self._state()
+        state = self.state()
         summary = self._folded(state, data, sites, -1)
         eigenvalues = torch.linalg.eigvalsh(summary.duals.B)
         tolerance = 1e-6 * (1 + torch.linalg.eigvalsh(self.summary_B).amax(-1, keepdim=True))
@@ -579,7 +579,7 @@ class DualVariationalStrategy(DualState):
         """
         check_inducing_points(inducing_points)
         self._assign("inducing_points", inducing_points.detach().to(self.inducing_points).clone())
-        self._clear_cache()
+        self.clear_cache()
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -587,7 +587,7 @@ class DualVariationalStrategy(DualState):
 
         Predictions do not change; later changes of hyperparameters start from here.
         """
-        state = self._state()
+        state = self.state()
         self._store(state.duals, state)
 
     def get_fantasy_model(
@@ -661,7 +661,7 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        state, x = self._state(), self._with_latents(x)
+        state, x = self.state(), self._with_latents(x)
         prior = joint_prior(self.model.forward, self.inducing_points, x, state.shared)
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
@@ -818,7 +818,7 @@ class DualVariationalStrategy(DualState):
 
     def _observe(self, data: Observations, tol: float, max_steps: int) -> None:
         """Condition this (copied) strategy on observations outside of Z."""
-        state = self._state()
+        state = self.state()
         prior_mean, centred, covariance, explained_A = self._moments(state, data.inputs)
         conditioned, _ = condition(
             centred + prior_mean,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -66,6 +66,12 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
         dim: The expected ``d``, if it is known.
         name: What to call it in the error.
     """
+    _check_input_shape(inputs, dim, name)
+    _check_finite(inputs, name, -2)
+
+
+def _check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
+    """As `check_inputs`, without looking at the numbers."""
     check_tensor(inputs, name)
     if not inputs.is_floating_point():
         raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
@@ -79,7 +85,6 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
             f"{name}: expected {dim} columns as the inducing points have, got shape "
             f"{tuple(inputs.shape)}."
         )
-    _check_finite(inputs, name, -2)
 
 
 def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> None:
@@ -236,6 +241,92 @@ def _arguments_of(likelihood: Likelihood) -> tuple[set[str] | None, set[str]]:
     return known, required
 
 
+def check_data(
+    inputs: Tensor,
+    points: Tensor,
+    targets: Tensor,
+    likelihood: Likelihood,
+    arguments: Mapping[str, Any],
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    names: tuple[str, str] = ("inputs", "targets"),
+) -> None:
+    """Raise unless inputs, targets and arguments fit each other, the likelihood and the model.
+
+    The numbers are looked at all at once, so that a device is waited for once; only if something is
+    wrong is it found out what.
+
+    Args:
+        inputs: All inputs, ``... x d``.
+        points: ``... x n x d``, one of them for each observation.
+        targets: ``... x n``, broadcastable against the inputs' batch shape.
+        likelihood: The likelihood that the targets are observations of.
+        arguments: Its per-point arguments.
+        dim: The expected ``d``, if it is known.
+        dtype: The precision of the model, if it is known.
+        names: What to call inputs and targets in errors.
+    """
+    _check_input_shape(points, dim, names[0])
+    if dtype is not None and torch.promote_types(inputs.dtype, dtype) != dtype:
+        raise TypeError(
+            f"{names[0]}: expected {dtype} as the inducing points are, got {inputs.dtype}; convert "
+            f"them with .to({dtype}), or the model."
+        )
+    check_target_shape(targets, points, names[1])
+    for name, value in arguments.items():
+        _check_argument_shape(value, name, targets)
+    flags = [inputs.isfinite().all()]
+    if not isinstance(likelihood, GaussianLikelihoodWithMissingObs) and targets.is_floating_point():
+        flags.append(targets.isfinite().all())
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            flags.append(value.isfinite().all().to(inputs.device))
+            if name == "noise":
+                flags.append((value >= 0).all().to(inputs.device))
+    if targets.numel():
+        _, allowed = _possible(targets, likelihood, **arguments)
+        if allowed is not None:
+            flags.append(allowed.all())
+    if not bool(torch.stack(flags).all()):
+        _check_finite(inputs, names[0], -2)
+        check_targets(targets, points, likelihood, names[1], **arguments)
+
+
+def check_coefficients(coefficients: Tensor, inputs: Tensor, name: str) -> None:
+    """Raise unless coefficients ``... x n x J`` fit inputs ``... x n x J x d``.
+
+    Args:
+        coefficients: Of the functionals that are observed.
+        inputs: The inputs of each.
+        name: What to call the inputs in errors.
+    """
+    check_tensor(coefficients, "coefficients")
+    check_tensor(inputs, name)
+    if inputs.dim() < 3 or coefficients.shape[-2:] != inputs.shape[-3:-1]:
+        raise ValueError(
+            f"coefficients: expected shape ... x n x J for {name} of shape ... x n x J x d, got "
+            f"{tuple(coefficients.shape)} and {tuple(inputs.shape)}."
+        )
+    _check_finite(coefficients, "coefficients", -2)
+
+
+def check_weights(weights: Tensor | None, n: int) -> None:
+    """Raise unless weights are ``None`` or ``n`` finite numbers of at least zero.
+
+    Args:
+        weights: How often each observation counts.
+        n: The number of observations.
+    """
+    if weights is None:
+        return
+    check_tensor(weights, "weights")
+    if weights.shape != (n,):
+        raise ValueError(f"weights: expected shape ({n},), got {tuple(weights.shape)}.")
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        _check_finite(weights, "weights", -1)
+        raise ValueError(f"weights: expected at least zero, got {weights.min().item():g}.")
+
+
 def check_targets(
     targets: Tensor, inputs: Tensor, likelihood: Likelihood, name: str = "targets", **kwargs: Any
 ) -> None:
@@ -247,6 +338,23 @@ def check_targets(
         likelihood: The likelihood that the targets are observations of.
         name: What to call the targets in the error.
         kwargs: Per-point arguments of the likelihood (``total_count=``, ...).
+    """
+    check_target_shape(targets, inputs, name)
+    if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
+        _check_finite(targets, name, -1)
+    for argument, value in kwargs.items():
+        _check_argument(value, argument, targets)
+    if targets.numel():
+        _check_support(targets, likelihood, name, **kwargs)
+
+
+def check_target_shape(targets: Tensor, inputs: Tensor, name: str) -> None:
+    """Raise unless targets are ``... x n`` for inputs ``... x n x d``.
+
+    Args:
+        targets: The targets.
+        inputs: The inputs.
+        name: What to call the targets in the error.
     """
     check_tensor(targets, name)
     num_data = inputs.shape[-2]
@@ -262,16 +370,19 @@ def check_targets(
             f"{name}: batch shape {tuple(targets.shape[:-1])} does not broadcast against that of "
             f"the inputs, {tuple(inputs.shape[:-2])}."
         ) from None
-    if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
-        _check_finite(targets, name, -1)
-    for argument, value in kwargs.items():
-        _check_argument(value, argument, targets)
-    if targets.numel():
-        _check_support(targets, likelihood, name, **kwargs)
 
 
 def _check_argument(value: Any, name: str, targets: Tensor) -> None:
     """A per-point argument of a likelihood: ``... x n``, and of noise variances, not negative."""
+    _check_argument_shape(value, name, targets)
+    if not isinstance(value, Tensor):
+        return
+    _check_finite(value, name, -1)
+    if name == "noise" and bool((value < 0).any()):
+        raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
+
+
+def _check_argument_shape(value: Any, name: str, targets: Tensor) -> None:
     if not isinstance(value, Tensor):
         return
     n = targets.shape[-1]
@@ -281,9 +392,6 @@ def _check_argument(value: Any, name: str, targets: Tensor) -> None:
             f"{name}: expected shape ... x {n}, an element for each observation, got "
             f"{tuple(value.shape)}."
         )
-    _check_finite(value, name, -1)
-    if name == "noise" and bool((value < 0).any()):
-        raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
 
 
 def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
@@ -299,10 +407,10 @@ def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
         )
 
 
-def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs: Any) -> None:
-    """Compare targets with the support of the conditional distribution ``p(y | f)``."""
+def _possible(targets: Tensor, likelihood: Likelihood, **kwargs: Any) -> tuple[Any, Tensor | None]:
+    """The support of ``p(y | f)`` and which targets lie in it; ``None`` where all numbers do."""
     if is_conjugate(likelihood):
-        return
+        return constraints.real, None
     if isinstance(likelihood, SoftmaxLikelihood):
         support: Any = constraints.integer_interval(0, likelihood.num_classes - 1)
     elif isinstance(likelihood, BernoulliLikelihood):
@@ -322,7 +430,13 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
     allowed = support.check(targets)
     if isinstance(likelihood, BetaLikelihood):  # the density at 0 and 1 is zero or infinite
         allowed = allowed & (targets > 0) & (targets < 1)
-    if allowed.all():
+    return support, allowed
+
+
+def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs: Any) -> None:
+    """Compare targets with the support of the conditional distribution ``p(y | f)``."""
+    support, allowed = _possible(targets, likelihood, **kwargs)
+    if allowed is None or allowed.all():
         return
     example = targets[~allowed].flatten()[0].item()
     classes = getattr(likelihood, "num_classes", None)

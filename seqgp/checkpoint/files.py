@@ -35,12 +35,14 @@ from seqgp.checkpoint.registry import (
 from seqgp.dual import Sites
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
-from seqgp.streaming.update import UpdateRecord
-from seqgp.variational.strategy import DualVariationalStrategy, _Observed
+from seqgp.streaming import StreamState, UpdateRecord
+from seqgp.variational.strategy import DualVariationalStrategy, Observed
 
 __all__ = ["load", "load_extra", "register", "save"]
 
-register(UpdateRecord)  # so that `seqgp.plots.history` can draw what was before, too
+# Records, so that `seqgp.plots.history` can draw what was before, too.
+for _part in (Observations, StreamState, UpdateRecord):
+    register(_part)
 
 _FORMAT, _VERSION = "seqgp checkpoint", 1
 _LOG = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ _SET = ("input_transform", "outcome_transform")
 _INTERNAL = {
     *vars(gpytorch.Module()),
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
+    *("_past", "_whitened", "_summary_known"),
 }
 
 
@@ -276,17 +279,16 @@ def _describe_attributes(model: Any) -> tuple[dict[str, Any], dict[str, list[str
 
 def _describe_observed(model: Any) -> dict[str, Any] | None:
     """What a conditioned model has observed."""
-    observed = model.variational_strategy._observed
+    observed = model.variational_strategy.observed
     if observed is None:
         return None
-    data, sites, prior_mean = observed
-    if data.likelihood is not getattr(model, "likelihood", None):
+    data, likelihood, sites, prior_mean = observed
+    if likelihood is not getattr(model, "likelihood", None):
         raise TypeError(
             "model: it was conditioned with another likelihood than its own; save the model that "
             "it came from and condition that one again."
         )
-    tensors = {"inputs": data.inputs, "targets": data.targets, "prior_mean": prior_mean}
-    fields = {**tensors, "lam": sites.lam, "beta": sites.beta, "arguments": data.arguments}
+    fields = {"data": data, "prior_mean": prior_mean, "lam": sites.lam, "beta": sites.beta}
     return {key: describe(value, key) for key, value in fields.items()}
 
 
@@ -309,19 +311,19 @@ def _build(content: dict[str, Any]) -> SequentialGP:
         )
     parts = {name: rebuild(part) for name, part in content["parts"].items()}
     attributes = {key: rebuild(value) for key, value in content["attributes"][""].items()}
-    (X,), targets = attributes["train_inputs"], attributes["train_targets"]
+    held = attributes["stream"].observations
+    X, targets = held.inputs, held.targets
     Z_name = "variational_strategy.inducing_points"
     learns_Z = Z_name in content["parameters"]
     Z = content["parameters"][Z_name]["value"] if learns_Z else content["buffers"][Z_name]
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
     model = SequentialGP(
-        X[..., :0, :],
+        X[..., :0, :] if held.coefficients is None else X[..., :0, :, :],
         X.new_empty(*X.shape[:-2], 0, outputs),
         inducing_points=Z.reshape(-1, *Z.shape[-2:])[0].to(X),
         learn_inducing_points=learns_Z,
-        likelihood_arguments={
-            key: value[..., :0] for key, value in attributes["likelihood_arguments"].items()
-        },
+        likelihood_arguments={key: value[..., :0] for key, value in held.arguments.items()},
+        coefficients=None if held.coefficients is None else held.coefficients[..., :0, :],
         **{name: parts[name] for name in _GIVEN},
     )
     for name in _SET:
@@ -380,14 +382,11 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
         modules[name].training = training
     strategy: DualVariationalStrategy = model.variational_strategy
     strategy.clear_cache()
-    strategy._correction, strategy._observed = None, None
+    strategy.observed = None
     if content["observed"] is not None:
         fields = {key: rebuild(value) for key, value in content["observed"].items()}
-        data = Observations(
-            fields["inputs"], fields["targets"], model.likelihood, fields["arguments"]
-        )
         sites = Sites(fields["lam"], fields["beta"])
-        strategy._observed = _Observed(data, sites, fields["prior_mean"])
+        strategy.observed = Observed(fields["data"], model.likelihood, sites, fields["prior_mean"])
 
 
 # -------------------------------------------------------------------------------- random numbers

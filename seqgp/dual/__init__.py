@@ -48,6 +48,7 @@ from seqgp.dual.linalg import scaled_cholesky, solve_lower
 from seqgp.dual.natural_gradient import (
     Batch,
     Convergence,
+    conjugate_duals,
     converge,
     converge_sites,
     fixed_point,
@@ -89,6 +90,7 @@ __all__ = [
     "accumulate",
     "add",
     "condition",
+    "conjugate_duals",
     "converge",
     "converge_sites",
     "discounted",

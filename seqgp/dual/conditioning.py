@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqgp.dual.linalg import scaled_cholesky, solve_lower
+from seqgp.dual.linalg import scaled_cholesky, solve_lower, solve_upper
 from seqgp.dual.natural_gradient import Convergence, Evaluate, fixed_point, without_nan
 from seqgp.dual.sites import Sites, sites
 
@@ -84,22 +84,22 @@ def condition(
         conditioned = conditioned_from_sites(centred, covariance, start)
         return conditioned, Convergence(1, zero, zero, True)
 
+    prior_variance = covariance.diagonal(dim1=-2, dim2=-1)
+
     def step(state: Sites, strict: bool = True) -> tuple[Sites, Tensor]:
-        conditioned, log_det = _condition(centred, covariance, state, signed)
-        shift = (covariance @ conditioned.gain.unsqueeze(-1)).squeeze(-1)
-        reduction = conditioned.root @ covariance
-        variance = covariance.diagonal(dim1=-2, dim2=-1)
-        variance = variance - (conditioned.sign * reduction.square()).sum(-2)
+        r = state.lam - state.beta * centred
+        gain, reduction, sign, log_det = _reduce(covariance, state.beta, r, signed, strict)
+        shift = (covariance @ gain.unsqueeze(-1)).squeeze(-1)
+        variance = prior_variance - (sign * reduction.square()).sum(-2)
         variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
         expected = evaluate(*without_nan(mean + shift, variance))
-        # KL between the conditioned and the unconditioned posterior, at the new inputs, with
-        # tr(C^-1 C') - q = -tr(D C) and D = root^T diag(sign) root.
-        trace = (conditioned.sign * conditioned.root * reduction).sum((-2, -1))
-        quadratic = (conditioned.gain * shift).sum(-1)
-        kl = 0.5 * (log_det - trace + quadratic)
+        # E[log p] - E[log t] + log Z, with the terms of log Z and log t that cancel left out:
+        # log Z = r C g / 2 - log|M| / 2 + (lam d - beta d^2 / 2), and log t is expanded about d.
+        log_site = r * shift - 0.5 * state.beta * (shift.square() + variance)
+        bound = (0.5 * r * shift - log_site).sum(-1) - 0.5 * log_det
         if latent_dims:
-            kl = kl.sum(tuple(range(-latent_dims, 0)))
-        return sites(expected, centred + shift, min_precision), expected.log_prob.sum(-1) - kl
+            bound = bound.sum(tuple(range(-latent_dims, 0)))
+        return sites(expected, centred + shift, min_precision), expected.log_prob.sum(-1) + bound
 
     with torch.no_grad():
         state, info = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
@@ -118,36 +118,60 @@ def conditioned_from_sites(
         state: Their sites.
         signed: Whether some of their precisions may be negative.
     """
-    return _condition(centred, covariance, state, signed)[0]
+    return _condition(centred, covariance, state, signed)
 
 
-def _condition(
-    centred: Tensor, covariance: Tensor, state: Sites, signed: bool
-) -> tuple[Conditioned, Tensor]:
-    r"""As `conditioned_from_sites`, and :math:`\log|I + \beta C|`.
+def _condition(centred: Tensor, covariance: Tensor, state: Sites, signed: bool) -> Conditioned:
+    """As `conditioned_from_sites`."""
+    lam, beta = state
+    roots, sign, _ = _roots(covariance, beta, signed)
+    # (I + beta C)^-1 r = r - D C r, which holds for precisions of zero as well.
+    r = (lam - beta * centred).unsqueeze(-1)
+    gain = r - roots.mT @ (sign * (roots @ (covariance @ r)))
+    return Conditioned(state, gain.squeeze(-1), roots, sign)
+
+
+def _roots(
+    covariance: Tensor, beta: Tensor, signed: bool, strict: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""``root``, ``sign`` (see `Conditioned`) and :math:`\log|I + \beta C|`.
 
     Negative precisions come second: with :math:`C_+ = C - C S M^{-1} S C`, the covariance given
     the positive ones, and :math:`T = (-\beta)_+^{1/2}`, they add
     :math:`C_+ T (I - T C_+ T)^{-1} T C_+`. If that inverse is not positive definite, there is no
     such posterior, and the result is NaN.
     """
-    lam, beta = state
     # Not quite zero, where the root has no derivative; everything depends on its square only.
     S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
-    eye = torch.eye(lam.shape[-1], dtype=lam.dtype, device=lam.device)
-    chol = scaled_cholesky(eye + S * covariance * S.mT)
+    eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
+    chol = scaled_cholesky(eye + S * covariance * S.mT, strict=strict)
     root = solve_lower(chol, S.mT * eye)
-    log_det, sign = _log_det(chol), lam.new_ones(lam.shape[-1], 1)
+    log_det, sign = _log_det(chol), beta.new_ones(beta.shape[-1], 1)
     if signed:
         T = (-beta).clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
         kept = eye - covariance @ root.mT @ root  # C+ = kept C
         chol = scaled_cholesky(eye - T * (kept @ covariance) * T.mT, strict=True)
         root = torch.cat([root, solve_lower(chol, T * kept)], -2)
         sign, log_det = torch.cat([sign, -sign]), log_det + _log_det(chol)
-    # (I + beta C)^-1 r = r - D C r, which holds for precisions of zero as well.
-    r = (lam - beta * centred).unsqueeze(-1)
-    gain = r - root.mT @ (sign * (root @ (covariance @ r)))
-    return Conditioned(state, gain.squeeze(-1), root, sign), log_det
+    return root, sign, log_det
+
+
+def _reduce(
+    covariance: Tensor, beta: Tensor, r: Tensor, signed: bool, strict: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``gain``, ``root C``, ``sign`` and the log determinant; without the roots if it can be."""
+    if signed:
+        root, sign, log_det = _roots(covariance, beta, signed, strict)
+        reduction = root @ covariance
+        gain = r - (root.mT @ (sign * (reduction @ r.unsqueeze(-1)))).squeeze(-1)
+        return gain, reduction, sign, log_det
+    S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
+    M = S * covariance * S.mT
+    eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
+    chol = scaled_cholesky(M + eye, strict=strict)
+    reduction = solve_lower(chol, S * covariance)
+    gain = r - (S * solve_upper(chol, reduction @ r.unsqueeze(-1))).squeeze(-1)
+    return gain, reduction, r.new_ones(r.shape[-1], 1), _log_det(chol)
 
 
 def _log_det(chol: Tensor) -> Tensor:

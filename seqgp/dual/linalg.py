@@ -1,4 +1,4 @@
-"""Two pieces of linear algebra that everything else shares."""
+"""Cholesky factors and triangular solves, as everything else uses them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -
 def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:
     """``chol^-1 rhs`` for a lower triangular ``... x m x m`` factor and ``... x m x n`` columns."""
     return _solve(chol, rhs, upper=False)
+
+
+def solve_upper(chol: Tensor, rhs: Tensor) -> Tensor:
+    """``chol^-T rhs`` for a lower triangular ``... x m x m`` factor and ``... x m x n`` columns."""
+    return _solve(chol.mT, rhs, upper=True)
 
 
 def solve_cholesky(chol: Tensor, rhs: Tensor) -> Tensor:

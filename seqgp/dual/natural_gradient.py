@@ -25,10 +25,12 @@ from torch import Tensor
 
 from seqgp.dual.duals import Duals, Pair, add, align, interpolate, tie
 from seqgp.dual.posterior import (
+    Factors,
     expected_log_summary,
     factorise,
     has_posterior,
     kl_divergence,
+    log_evidence,
     posterior_mean,
     posterior_variance,
 )
@@ -151,6 +153,36 @@ def natural_gradient_step(
     return new, bound
 
 
+def conjugate_duals(
+    batches: Iterable[Batch], base: Duals | None, like: Duals
+) -> tuple[Duals, Factors, Tensor]:
+    r"""The duals of observations whose sites do not depend on the posterior, in one pass.
+
+    Args:
+        batches: The observations, in chunks.
+        base: Duals of what is already known.
+        like: Duals of the right shape, for none.
+
+    Returns:
+        The duals, their posterior, and the bound: with :math:`Z` for the evidence of all sites,
+        :math:`\log Z - \tfrac12 \sum_i \beta_i u_i + \sum_i \log p(y_i | f_i = \mu_i)`, where
+        :math:`u_i` is the variance that the inducing points leave unexplained.
+    """
+    total, constant = base, like.lam.new_zeros(())
+    for batch in batches:
+        zero = torch.zeros_like(batch.prior_mean)
+        expected = batch.evaluate(batch.prior_mean, zero)
+        site = sites(expected, zero)
+        constant = constant + expected.log_prob.sum(-1)
+        constant = constant - 0.5 * (site.beta * batch.unexplained).sum(-1)
+        tied = tie(batch.A, site)
+        total = tied if total is None else add(total, tied)
+    if total is None:
+        total = Duals(torch.zeros_like(like.lam), torch.zeros_like(like.B))
+    factors = factorise(total)
+    return total, factors, constant + log_evidence(total, factors)
+
+
 def converge(
     duals: Duals,
     batches: Callable[[], Iterable[Batch]],
@@ -195,7 +227,13 @@ def converge_sites(
     tol: float = 1e-6,
     max_steps: int = 100,
 ) -> Sites:
-    """The sites of one batch of observations at the fixed point, instead of their duals.
+    r"""The sites of one batch of observations at the fixed point, instead of their duals.
+
+    The same iteration as `converge`, on ``n`` sites instead of an ``m x m`` matrix. With
+    :math:`t_i` for the sites and :math:`Z` for their evidence, the bound is
+
+    .. math::
+        \sum_i E_q[\log p(y_i | f_i)] - E_q[\log t_i(f_i)] + \log Z.
 
     Args:
         batch: All observations.
@@ -214,32 +252,43 @@ def converge_sites(
         start = sites(evaluate(prior_mean, variance), torch.zeros_like(variance))
     if conjugate:
         return start
-    first = tie(A, start) if base is None else add(tie(A, start), base)
-    if min_precision is None and not has_posterior(first):  # as hyperparameters have moved
-        first = tie(A, Sites(start.lam, start.beta.clamp_min(0)))
-        first = first if base is None else add(first, base)
-    duals, _ = converge(
-        first,
-        lambda: [batch],
-        base,
-        latent_dims=latent_dims,
-        min_precision=min_precision,
-        rho=rho,
-        tol=tol,
-        max_steps=max_steps,
-    )
-    factors = factorise(duals)
-    mean = posterior_mean(A, factors)
-    expected = evaluate(prior_mean + mean, posterior_variance(A, unexplained, factors))
-    return sites(expected, mean, min_precision)
+    signed = min_precision is None
+    if signed and not has_posterior(_tied(A, start, base)):  # as hyperparameters have moved
+        start = Sites(start.lam, start.beta.clamp_min(0))
+
+    def step(state: Sites, strict: bool) -> tuple[Sites, Tensor]:
+        duals = _tied(A, state, base)
+        factors = factorise(duals, strict or signed)
+        mean = posterior_mean(A, factors)
+        variance = posterior_variance(A, unexplained, factors)
+        expected = evaluate(*without_nan(prior_mean + mean, variance))
+        log_site = state.lam * mean - 0.5 * state.beta * (mean.square() + variance)
+        bound = log_evidence(duals, factors) - 0.5 * (state.beta * unexplained).sum(-1)
+        bound = bound - log_site.sum(-1)
+        if latent_dims:
+            bound = bound.sum(tuple(range(-latent_dims, 0)))
+        return sites(expected, mean, min_precision), expected.log_prob.sum(-1) + bound
+
+    # The state has the batch shape of the bound and, if there are several, the latents.
+    shape = torch.broadcast_shapes(start.lam.shape, A.shape[:-2] + A.shape[-1:])
+    if base is not None:
+        shape = torch.broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
+    start = Sites(start.lam.expand(shape), start.beta.expand(shape))
+    state, _ = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
+    return state
+
+
+def _tied(A: Tensor, state: Sites, base: Duals | None) -> Duals:
+    duals = tie(A, state)
+    return duals if base is None else add(duals, base)
 
 
 @contextmanager
-def stopping_after(max_steps: int | None) -> Iterator[int]:
-    """The largest number of steps to take; if it was asked for, reaching it is no warning.
+def step_limit(max_steps: int | None) -> Iterator[int]:
+    """The largest number of steps; suppresses the non-convergence warning if one was given.
 
     Args:
-        max_steps: What was asked for; ``None`` for 100, with a warning.
+        max_steps: The limit that the user gave; ``None`` for 100, with a warning.
     """
     if max_steps is None:
         yield 100
@@ -288,31 +337,34 @@ def fixed_point(
     # A step smaller than this changes the bound by less than its rounding error.
     smallest = rho * 2.0**-16
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
-    steps, history = 1, _History()
-    residual = _relative_change(state, target, bound)
-    while steps < max_steps:
-        active = (residual > tol) & (rhos > smallest)
-        if not bool(active.any()):
+    steps, history = 1, _History(bound)
+    while True:
+        residual = _relative_change(state, target, bound)
+        unfinished = residual > tol
+        active = unfinished & (rhos > smallest)
+        accelerated = active & history.usable()
+        # All decisions of a step wait for the device once.
+        goes_on, extrapolates, is_left = (
+            torch.stack([active.any(), accelerated.any(), unfinished.any()]).cpu().tolist()
+        )
+        if not goes_on or steps >= max_steps:
             break
         trial = interpolate(state, target, torch.where(active, rhos, 0.0))
-        accelerated = active & history.any_of(bound)
-        extrapolates = bool(accelerated.any())
         if extrapolates:
-            trial = _where(accelerated, history.extrapolate(state, target, bound.dim()), trial)
-        trial_target, trial_bound = step(trial, extrapolates)
+            trial = _where(accelerated, history.extrapolate(state, target), trial)
+        trial_target, trial_bound = step(trial, True)
         steps += 1
         accepted = active & (trial_bound >= bound - slack * (1 + bound.abs()))
         failed = active & ~accepted
         secant = _secant(state, target, trial, trial_target, rhos).clamp_max(rho)
-        history.forget(failed & accelerated)
+        if extrapolates:
+            history.forget(failed & accelerated)
         history.remember(accepted, state, target, trial, trial_target)
         rhos = torch.where(accepted & ~accelerated, secant, rhos)
         rhos = torch.where(failed & ~accelerated, rhos / 2, rhos)
         state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
         bound = torch.where(accepted, trial_bound, bound)
-        residual = _relative_change(state, target, bound)
-    converged = not bool((residual > tol).any())
-    if not converged and (steps >= max_steps or float(residual.max()) > _STUCK):
+    if is_left and (steps >= max_steps or float(residual.max()) > _STUCK):
         reason = f"after {steps} natural-gradient steps"
         advice = "allow more steps or a smaller step size"
         if steps < max_steps:
@@ -324,7 +376,7 @@ def fixed_point(
             NumericalWarning,
             stacklevel=3,
         )
-    return state, Convergence(steps, residual, bound, converged)
+    return state, Convergence(steps, residual, bound, not is_left)
 
 
 class _History:
@@ -338,54 +390,55 @@ class _History:
 
     depth = 5
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[Any, Any]] = []
-        self.number: Tensor | None = None
+    def __init__(self, bound: Tensor) -> None:
+        self.batch_dims = bound.dim()
+        self.none = torch.zeros_like(bound, dtype=torch.bool)
+        # Moves, changes of the residual, and which members of the batch have made the step.
+        self.steps: list[tuple[Any, Any, Tensor]] = []
 
-    def any_of(self, bound: Tensor) -> Tensor:
+    def usable(self) -> Tensor:
         """Which members of the batch have steps to learn from."""
-        if self.number is None:
-            self.number = torch.zeros_like(bound)
-        return self.number > 0
+        if not self.steps:
+            return self.none
+        return torch.stack([made for _, _, made in self.steps]).any(0)
 
     def forget(self, members: Tensor) -> None:
         """Forget all steps of some members."""
-        assert self.number is not None
-        if not bool(members.any()):
-            return
-        self.number = torch.where(members, 0.0, self.number)
-        self.steps = [(_mask(~members, s), _mask(~members, r)) for s, r in self.steps]
+        self.steps = [(s, r, made & ~members) for s, r, made in self.steps]
 
     def remember(
         self, members: Tensor, state: Pair, target: Pair, new: Pair, new_target: Pair
     ) -> None:
         """Remember the step from ``state`` to ``new`` of some members."""
-        assert self.number is not None
-        self.number = torch.where(members, self.number + 1, self.number)
         pairs = list(zip(state, target, new, new_target, strict=True))
         moves = type(state)(*(n - s for s, _, n, _ in pairs))
         changes = type(state)(*((nt - n) - (t - s) for s, t, n, nt in pairs))
-        self.steps = [*self.steps, (_mask(members, moves), _mask(members, changes))][-self.depth :]
+        latest = (_mask(members, moves), _mask(members, changes), members)
+        self.steps = [*self.steps, latest][-self.depth :]
 
-    def extrapolate(self, state: Pair, target: Pair, batch_dims: int) -> Pair:
+    def extrapolate(self, state: Pair, target: Pair) -> Pair:
         """The next state."""
         gram: Any = 0.0
         product: Any = 0.0
+        dims = self.batch_dims
         for i, (s, t) in enumerate(zip(state, target, strict=True)):
-            scale = align(_size(t, batch_dims), t)
-            changes = torch.stack([(r[i] / scale).flatten(batch_dims) for _, r in self.steps], -2)
+            scale = _size(t, dims).unsqueeze(-1)
+            changes = torch.stack([r[i].flatten(dims) for _, r, _ in self.steps], -2)
+            changes = changes / scale.unsqueeze(-1)
             gram = gram + changes @ changes.mT
-            product = product + changes @ ((t - s) / scale).flatten(batch_dims).unsqueeze(-1)
-        size = torch.diagonal(gram, dim1=-2, dim2=-1).sqrt()
-        size = torch.where(size > 0, size, 1.0).unsqueeze(-1)
-        gram = gram / (size * size.mT)
+            product = product + changes @ ((t - s).flatten(dims) / scale).unsqueeze(-1)
+        made = torch.stack([made for _, _, made in self.steps], -1).unsqueeze(-1)
+        size = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+        made = made & (size > 0)
+        size = torch.where(made, size, 1.0)
+        gram = torch.where(made & made.mT, gram / (size * size.mT), 0.0)
         # A little ridge for steps that are nearly parallel, and ones for those not made.
-        ridge = torch.finfo(gram.dtype).eps ** (2 / 3)
-        ridge = torch.where(gram.diagonal(dim1=-2, dim2=-1) > 0, ridge, 1.0).to(gram)
-        gamma = torch.linalg.solve(gram + torch.diag_embed(ridge), product / size)
+        ridge = torch.where(made, torch.finfo(gram.dtype).eps ** (2 / 3), 1.0).to(gram)
+        product = torch.where(made, product / size, 0.0)
+        gamma = torch.linalg.solve_ex(gram + torch.diag_embed(ridge.squeeze(-1)), product).result
         gamma = (gamma / size).squeeze(-1)
         following = list(target)
-        for weight, (moves, changes) in zip(gamma.unbind(-1), self.steps, strict=True):
+        for weight, (moves, changes, _) in zip(gamma.unbind(-1), self.steps, strict=True):
             for i, (s, r) in enumerate(zip(moves, changes, strict=True)):
                 following[i] = following[i] - align(weight, s) * (s + r)
         return type(target)(*following)

@@ -45,14 +45,15 @@ class Basis(NamedTuple):
     """Inducing points of now, seen from those that a summary was made with.
 
     Attributes:
-        transport: ``... x m x s``, see `seqgp.dual.projection.transport_matrix`.
+        transport: ``... x m x s``, see `seqgp.dual.projection.transport_matrix`; ``None`` if points
+            and hyperparameters are those that the summary was made with.
         reference_chol: ``... x s x s`` factor of the old points under the old kernel.
         shift: ``... x s``, the old prior mean minus the new one, at the old points.
         unexplained: ``... x s x s``, covariance of the old points' values given the new ones',
             under the new kernel; ``None`` for none.
     """
 
-    transport: Tensor
+    transport: Tensor | None
     reference_chol: Tensor
     shift: Tensor
     unexplained: Tensor | None
@@ -106,6 +107,13 @@ def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
     duals = summary.duals
     if noise is not None:
         duals = Duals(duals.lam / noise, duals.B / noise.unsqueeze(-1))
+    return moved(duals, basis)
+
+
+def moved(duals: Duals, basis: Basis) -> Duals:
+    """Duals of the same pseudo-likelihood in the present basis."""
+    if basis.transport is None:
+        return duals
     return project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
 
 
@@ -127,11 +135,11 @@ def log_constant(
             folded observations, times the noise variance for Gaussian ones; ``None`` for zero.
     """
     lam, B = summary.duals
-    # v = v' - shift, in whitened coordinates
-    shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
-    constant = -(lam * shift).sum(-1) - 0.5 * ((B @ shift.unsqueeze(-1)).squeeze(-1) * shift).sum(
-        -1
-    )
+    constant = torch.zeros_like(summary.square)
+    if basis.transport is not None:  # v = v' - shift, in whitened coordinates
+        shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
+        constant = -(lam * shift).sum(-1)
+        constant = constant - 0.5 * ((B @ shift.unsqueeze(-1)).squeeze(-1) * shift).sum(-1)
     if basis.unexplained is not None:
         half = solve_lower(basis.reference_chol, basis.unexplained)
         inner = solve_lower(basis.reference_chol, half.mT)
@@ -147,12 +155,13 @@ def log_constant(
 
 def rebase_summary(summary: Summary, basis: Basis) -> Summary:
     """The summary of the same observations in the present basis."""
+    if basis.transport is None:
+        return summary
     shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
     lam, B = summary.duals
-    moved = (B @ shift.unsqueeze(-1)).squeeze(-1)
-    square = summary.square + 2 * (lam * shift).sum(-1) + (moved * shift).sum(-1)
-    duals = project(recentre(summary.duals, basis.reference_chol, basis.shift), basis.transport)
-    return Summary(duals, square, summary.number)
+    along = (B @ shift.unsqueeze(-1)).squeeze(-1)
+    square = summary.square + 2 * (lam * shift).sum(-1) + (along * shift).sum(-1)
+    return Summary(moved(summary.duals, basis), square, summary.number)
 
 
 def discounted(summary: Summary, factor: float) -> Summary:

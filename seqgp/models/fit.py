@@ -2,51 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.utils import get_parameters, get_parameters_and_bounds
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
-from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-from seqgp.likelihoods.traits import is_conjugate
+from seqgp.likelihoods.traits import precision_floor
+from seqgp.observations import Observations
 from seqgp.progress import progress_bar
+from seqgp.streaming.model import StreamModel
 from seqgp.variational.elbo import DualELBO
+from seqgp.variational.optimise import adam, turning_back
 
-if TYPE_CHECKING:
-    from seqgp.models.sequential_gp import SequentialGP
-
-#: Largest data set that is fitted with all data at each step.
-FULL_BATCH_LIMIT = 4096
+#: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
+#: more, the data come in minibatches.
+FULL_BATCH_ELEMENTS = 2**25
 
 #: Relative tolerance for the sites at each evaluation: the bound's error is of second order in it.
 SITE_TOLERANCE = 1e-5
 
+#: Nats by which another round, with inducing points chosen anew, has to raise the bound.
+ROUND_TOLERANCE = 0.1
+
+#: Relative change of the bound from epoch to epoch at which minibatches have converged.
+EPOCH_TOLERANCE = 1e-4
+
+
+class FittedModel(StreamModel, Protocol):
+    """What a fit needs of a model beyond what an update does."""
+
+    @property
+    def num_data(self) -> int:
+        """How many observations the model holds."""
+        ...
+
+    @property
+    def inducing_points_cover_data(self) -> bool:
+        """Whether the inducing points are the inputs."""
+        ...
+
+    @property
+    def keeps_inducing_points(self) -> bool:
+        """Whether the user has said where the inducing points are."""
+        ...
+
+    def choose_inducing_points(self, number: int) -> Tensor:
+        """Inducing points for the present kernel."""
+        ...
+
+    def natural_gradient_step(self, observations: Observations, rho: float) -> None:
+        """One step on a minibatch."""
+        ...
+
+    def __call__(self, inputs: Tensor) -> Any:
+        """The posterior."""
+        ...
+
 
 def fit(
-    model: SequentialGP,
+    model: FittedModel,
     mll: MarginalLogLikelihood,
     closure: Callable[[], Any] | None = None,
     closure_kwargs: dict[str, Any] | None = None,
     optimizer_kwargs: dict[str, Any] | None = None,
     batch_size: int | None = None,
-    epochs: int = 20,
+    epochs: int | None = None,
     learning_rate: float = 0.03,
     rho: float = 0.5,
-    starts: int | None = None,
+    rounds: int = 4,
     progress: bool = False,
     **kwargs: Any,
 ) -> MarginalLogLikelihood:
     """Fit the hyperparameters of a model; called by `botorch.fit.fit_gpytorch_mll`.
 
-    Up to `FULL_BATCH_LIMIT` observations: L-BFGS on the bound maximised over q. At each evaluation
-    the sites are converged, so that the gradient is exact, and the optimiser sees hyperparameters
-    only. Beyond: minibatches, each a natural-gradient step and an Adam step.
+    L-BFGS on the bound maximised over q. At each evaluation the sites are converged, so that the
+    gradient is exact, and the optimiser sees hyperparameters only. If all inputs are inducing
+    points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
+    under the hyperparameters that were found, for another round, while that raises the bound (Burt
+    et al., 2020). Data sets that are too large for that come in minibatches, each a
+    natural-gradient step and an Adam step, until the bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
@@ -56,12 +99,11 @@ def fit(
         closure_kwargs: Its arguments.
         optimizer_kwargs: Passed to the optimiser (``options={"maxiter": ...}``, ``timeout_sec``).
         batch_size: Size of minibatches; ``None``: all data if there are not too many.
-        epochs: Passes over the data in minibatches.
+        epochs: Passes over the data in minibatches. By default until they have converged, at most
+            500, with a warning if that is not enough.
         learning_rate: Adam's, for minibatches.
         rho: Natural-gradient step size for minibatches.
-        starts: From how many sets of inducing points L-BFGS starts, if it learns them: those of the
-            model, and others chosen under the hyperparameters that were found. The best fit is
-            kept. By default two for a Gaussian likelihood, where they are cheap, and else one.
+        rounds: The largest number of rounds of L-BFGS.
         progress: Whether to show a progress bar.
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
@@ -79,39 +121,47 @@ def fit(
     objective = mll
     if not isinstance(mll, _ApproximateMarginalLogLikelihood):
         objective = DualELBO(mll.likelihood, model)
-    if batch_size is None and model.num_data > FULL_BATCH_LIMIT:
+    m = model.variational_strategy.inducing_points.shape[-2]
+    if batch_size is None and model.num_data * m > FULL_BATCH_ELEMENTS:
         batch_size = 1024
     if batch_size is None:
-        starts = (2 if is_conjugate(model.likelihood) else 1) if starts is None else starts
-        _fit_full_batch(model, objective, optimizer_kwargs or {}, starts, progress, **kwargs)
+        _fit_full_batch(model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs)
     else:
         objective.train()
-        _fit_minibatches(model, objective, batch_size, epochs, learning_rate, rho, progress)
+        _fit_minibatches(
+            model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
+        )
     model.refresh()
     return mll.eval()
 
 
 def _fit_full_batch(
-    model: SequentialGP,
+    model: FittedModel,
     mll: _ApproximateMarginalLogLikelihood,
     optimizer_kwargs: dict[str, Any],
-    starts: int,
+    rounds: int,
     progress: bool,
     **kwargs: Any,
 ) -> None:
+    strategy = model.variational_strategy
+    covers, dual = model.inducing_points_cover_data, isinstance(mll, DualELBO) and mll.beta == 1
+    # Inducing points at all inputs are optimal already.
     parameters = {
         name: parameter
         for name, parameter in get_parameters(mll, requires_grad=True).items()
-        # Inducing points at all inputs are optimal already.
-        if not (name.endswith("inducing_points") and model.inducing_points_cover_data)
+        if not (name.endswith("inducing_points") and covers)
     }
+    if not parameters:
+        return
+    exact = (
+        covers and dual and not strategy.has_summary and precision_floor(model.likelihood) == 0.0
+    )
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
-
     sites = None
 
     def converged_loss() -> Tensor:
         nonlocal sites
-        bound, sites = model.bound(sites, tol=SITE_TOLERANCE)
+        bound, sites = model.bound(sites, SITE_TOLERANCE, exact=exact)
         return -mll.with_priors(bound, max(model.num_data, 1)).sum()
 
     def forget_sites() -> None:
@@ -127,20 +177,16 @@ def _fit_full_batch(
     def loss() -> Tensor:
         bar.update()
         model.refresh()
-        return -mll(
-            model(model.train_inputs[0]), model.train_targets, **model.likelihood_arguments
-        ).sum()
+        data = model.stream.observations
+        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
 
-    objective = dual_loss if isinstance(mll, DualELBO) and mll.beta == 1 else loss
-    name = next((name for name in parameters if name.endswith("inducing_points")), None)
-    best: dict[str, Tensor] | None = None
-    least = torch.inf
-    for _ in range(starts if name is not None else min(len(parameters), 1)):
-        if best is not None and name is not None:
-            Z = model.choose_inducing_points(parameters[name].shape[-2])
-            if Z.numel() != parameters[name].numel():  # the kernel has no use for as many
-                break
-            parameters[name].data.copy_(Z.reshape_as(parameters[name]))
+    objective = dual_loss if dual else loss
+    chosen = _chosen_anew(model, covers)
+    best: tuple[float, dict[str, Tensor], Tensor] | None = None
+    for number in range(rounds if chosen else 1):
+        if number:
+            Z = model.choose_inducing_points(strategy.inducing_points.shape[-2])
+            strategy.start_from(Z.reshape(*strategy.inducing_points.shape[:-2], *Z.shape[-2:]))
             sites = None
         _fit_fallback(
             mll,
@@ -149,89 +195,115 @@ def _fit_full_batch(
             **kwargs,
         )
         mll.train()
+        if not chosen:
+            break
         with torch.no_grad():
             value = float(objective())
-        if value < least:
-            least, best = value, {key: p.detach().clone() for key, p in parameters.items()}
-    for key, value_of in (best or {}).items():
-        parameters[key].data.copy_(value_of)
+        values = {key: p.detach().clone() for key, p in parameters.items()}
+        gain = torch.inf if best is None else (best[0] - value) * max(model.num_data, 1)
+        if gain > 0:
+            best = value, values, strategy.inducing_points.detach().clone()
+        if gain < ROUND_TOLERANCE:
+            break
+    if best is not None:
+        for key, value_of in best[1].items():
+            parameters[key].data.copy_(value_of)
+        strategy.start_from(best[2])
+    if covers:  # the inputs may be transformed by what was learnt
+        with torch.no_grad():
+            Z = model.transformed(model.stream.observations).points
+        strategy.start_from(Z.expand(*strategy.inducing_points.shape[:-2], *Z.shape[-2:]))
     bar.close()
 
 
-def turning_back(
-    objective: Callable[[], Tensor], parameters: dict[str, Tensor], forget: Callable[[], None]
-) -> Callable[[], Tensor]:
-    """An objective to be minimised from which a line search turns back where there is none.
+def _chosen_anew(model: FittedModel, covers: bool) -> bool:
+    """Whether inducing points are chosen among the inputs again once the kernel is known."""
+    strategy = model.variational_strategy
+    moves = isinstance(strategy.inducing_points, torch.nn.Parameter)
+    m, n = strategy.inducing_points.shape[-2], model.num_data
+    return not (covers or moves or model.keeps_inducing_points or strategy.has_summary) and n >= m
 
-    Hyperparameters without a posterior, a scale of zero say, have a large value and no gradient
-    instead of an error; but at the very first evaluation an error is one.
 
-    Args:
-        objective: May raise.
-        parameters: What the optimiser moves.
-        forget: Called after an error: nothing of where it happened is to be used again.
-    """
-    worst: float | None = None
-
-    def guarded() -> Tensor:
-        nonlocal worst
-        try:
-            value = objective()
-        except (ValueError, FloatingPointError, NanError, NotPSDError):
-            if worst is None:
-                raise
-            forget()
-            return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
-        worst = max(worst or 1e3, 2 * abs(value.item()) + 1)
-        return value
-
-    return guarded
+class _Minibatches(NamedTuple):
+    size: int
+    epochs: int | None
+    learning_rate: float
+    rho: float
+    progress: bool
 
 
 def _fit_minibatches(
-    model: SequentialGP,
-    mll: _ApproximateMarginalLogLikelihood,
-    batch_size: int,
-    epochs: int,
-    learning_rate: float,
-    rho: float,
-    progress: bool,
+    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, options: _Minibatches
 ) -> None:
-    (X,), Y, n = model.train_inputs, model.train_targets, model.num_data
+    data, n = model.stream.observations, model.num_data
     parameters, bounds = get_parameters_and_bounds(mll, requires_grad=True)
-    optimizer = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
-    steps = epochs * -(-n // batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    most = 500 if options.epochs is None else options.epochs
+    per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)
+    schedules: list[Any] = []
+
+    def losses() -> Iterator[Callable[[], Tensor]]:
+        for _ in range(most):
+            order = torch.randperm(n, generator=generator, device="cpu").to(data.inputs.device)
+            for index in order.split(options.size):
+                part = data.select(index)
+                model.natural_gradient_step(part, options.rho)
+                yield partial(_minibatch_loss, model, mll, part)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        if options.epochs is not None:
+            steps = options.epochs * per_epoch
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        schedules.append(_Halving(optimizer))
+        return schedules[0]
+
+    total, values = most * per_epoch, []
     with progress_bar(
-        total=steps, desc="fit", unit=" steps", disable=None if progress else True
+        total=total, desc="fit", unit=" steps", disable=None if options.progress else True
     ) as bar:
-        for _ in range(epochs):
-            order = torch.randperm(n, generator=generator, device="cpu").to(X.device)
-            for index in order.split(batch_size):
-                x, y = X[..., index, :], Y[..., index]
-                arguments = {k: v[..., index] for k, v in model.likelihood_arguments.items()}
-                model.natural_gradient_step(x, y, rho, **arguments)
-                optimizer.zero_grad()
-                loss = -mll(model(x), y, **arguments).sum()
-                loss.backward()
-                optimizer.step()
-                clamp_to_bounds(parameters, bounds)
-                schedule.step()
-                bar.update()
-                bar.set_postfix(elbo=f"{-loss.item():.4f}", refresh=False)
+        for value in adam(losses(), parameters, bounds, options.learning_rate, scheduler):
+            bar.update()
+            bar.set_postfix(elbo=f"{-value.item():.4f}", refresh=False)
+            values.append(value)
+            if options.epochs is None and len(values) == per_epoch:
+                epoch, values = float(torch.stack(values).mean()), []
+                if schedules[0].epoch(epoch):
+                    return
+    if options.epochs is None:
+        warnings.warn(
+            f"The fit has not converged after {most} epochs of minibatches; pass epochs= for more.",
+            OptimizationWarning,
+            stacklevel=2,
+        )
 
 
-@torch.no_grad()
-def clamp_to_bounds(
-    parameters: dict[str, Tensor], bounds: dict[str, tuple[float | None, float | None]]
-) -> None:
-    """Bring parameters back into their bounds.
+def _minibatch_loss(
+    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, part: Observations
+) -> Tensor:
+    return -mll(model(part.inputs), part.targets, **part.arguments).sum()
 
-    BoTorch's default kernels and likelihoods are not transformed: their bounds are the
-    optimiser's business, and Adam does not know of bounds.
-    """
-    for name, (lower, upper) in bounds.items():
-        if lower is not None or upper is not None:
-            parameters[name].clamp_(lower, upper)
+
+class _Halving:
+    """Halves the learning rate when the loss of an epoch no longer falls, a few times."""
+
+    patience, most = 5, 5
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.best, self.waited, self.halved = optimizer, torch.inf, 0, 0
+
+    def step(self) -> None:
+        """Nothing to do within an epoch."""
+
+    def epoch(self, loss: float) -> bool:
+        """Note the mean loss of an epoch; returns whether the fit has converged."""
+        if loss < self.best - EPOCH_TOLERANCE * (1 + abs(loss)):
+            self.best, self.waited = loss, 0
+            return False
+        self.waited += 1
+        if self.waited < self.patience:
+            return False
+        self.waited, self.halved = 0, self.halved + 1
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+        return self.halved > self.most

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,62 +13,69 @@ from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
-from botorch.models.transforms.input import AffineInputTransform, InputTransform
+from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.models.utils import gpt_posterior_settings, validate_input_scaling
+from botorch.models.utils import gpt_posterior_settings
 from botorch.models.utils.assorted import fantasize as fantasize_flag
-from botorch.models.utils.gpytorch_modules import (
-    get_covar_module_with_dim_scaled_prior,
-    get_gaussian_likelihood_with_lognormal_prior,
-)
-from botorch.models.utils.inducing_point_allocators import (
-    GreedyVarianceReduction,
-    InducingPointAllocator,
-)
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
-from gpytorch.means import ConstantMean, Mean
+from gpytorch.means import Mean
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ApproximateGP
-from gpytorch.settings import min_fixed_noise
 from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual import Sites
-from seqgp.dual.natural_gradient import stopping_after
+from seqgp.dual.natural_gradient import step_limit
+from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate
+from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
-from seqgp.observations import arguments_held_by
+from seqgp.observations import Observations, check_not_held
+from seqgp.streaming.inducing_points import InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
-from seqgp.streaming.update import StreamMixin
+from seqgp.streaming.options import UpdateOptions
+from seqgp.streaming.rules import UpdateRule, note_classes
+from seqgp.streaming.state import StreamState
+from seqgp.streaming.update import (
+    Remembered,
+    UpdateRecord,
+    forget,
+    sites_and_leverage,
+    update,
+    update_stream,
+)
 from seqgp.validation import (
     check_arguments,
     check_inputs,
     check_instance,
     check_points,
     check_targets,
+    check_tensor,
     check_Y,
-    one_hot_hint,
     renamed,
 )
 from seqgp.variational.strategy import DualVariationalStrategy
 
-#: Inducing points by default: all inputs, up to this many.
-MAX_INDUCING = 100
-
 #: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
 _CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
 _POSTERIOR_OPTIONS = ("output_indices", "observation_noise", "posterior_transform")
+#: Options of `update`, for errors about unknown arguments.
+_UPDATE_OPTIONS = (
+    *("memory", "noise", "learn", "mode", "optimizer", "steps", "tol", "learning_rate"),
+    *("inducing", "max_inducing", "discount", "site_steps"),
+)
 
 
-class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
+class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
     A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
@@ -88,17 +96,21 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         mean_module: The mean; by default a constant.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
             or their largest number, if they are chosen among the inputs: fewer where others would
-            add nothing, and more later if a stream asks for it. By default all inputs, at most
-            `MAX_INDUCING`.
+            add nothing, and more later if a stream asks for it. By default all inputs, up to a
+            thousand of them, and beyond that a few hundred that are chosen greedily.
         input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
             at construction.
         outcome_transform: Applied to the targets; for real-valued likelihoods only.
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
-        learn_inducing_points: Whether fitting moves them, where they are fewer than the inputs.
+        learn_inducing_points: Whether fits and updates move them by gradient. By default fits
+            choose them anew as hyperparameters change, which is faster and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``).
+        coefficients: ``batch_shape x n x J``, for observations of functionals
+            ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
+            d``. By default the observations are of values ``f(x_i)``.
 
     Example:
         >>> import torch
@@ -114,12 +126,15 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     """
 
     variational_strategy: DualVariationalStrategy
-    train_inputs: tuple[Tensor]
-    train_targets: Tensor
-    likelihood_arguments: dict[str, Any]
-    #: How many observations the model has learnt, whether it holds them or has folded them.
-    num_seen: int
-    paper_removes_memory: bool = True  # see `seqgp.streaming.paper`
+    #: What the stream has left behind, beside the posterior: the memory, and counts.
+    stream: StreamState
+    #: What updates remember unless they are told otherwise.
+    memory_options: MemoryOptions
+    #: The largest number of inducing points along a stream.
+    max_inducing: int
+    inducing_point_allocator: InducingPointAllocator | None
+    #: Whether the user has said where the inducing points are, so that fits leave them there.
+    keeps_inducing_points: bool
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
@@ -134,138 +149,154 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
-        learn_inducing_points: bool = True,
+        learn_inducing_points: bool = False,
         likelihood_arguments: dict[str, Tensor] | None = None,
+        coefficients: Tensor | None = None,
     ) -> None:
-        check_inputs(train_X, name="train_X")
-        check_Y(train_X, train_Y, "train_X", "train_Y")
-        for name, part, kind in (
-            ("likelihood", likelihood, Likelihood),
-            ("covar_module", covar_module, Kernel),
-            ("mean_module", mean_module, Mean),
-            ("input_transform", input_transform, InputTransform),
-            ("outcome_transform", outcome_transform, OutcomeTransform),
-        ):
-            check_instance(part, kind, name)
-        if train_Yvar is not None:
-            check_instance(train_Yvar, Tensor, "train_Yvar")
-            if train_Yvar.shape != train_Y.shape:
-                raise ValueError(
-                    f"train_Yvar: expected the shape of train_Y, {tuple(train_Y.shape)}, got "
-                    f"{tuple(train_Yvar.shape)}."
-                )
-            if likelihood is not None and not is_conjugate(likelihood):
-                raise ValueError(
-                    "train_Yvar: noise variances are for Gaussian likelihoods, this is a "
-                    f"{type(likelihood).__name__}."
-                )
-        if not train_Y.is_floating_point():
-            train_Y = train_Y.to(train_X)
-        given_Y = train_Y
-        with torch.no_grad():
-            if input_transform is not None:
-                input_transform.train()
-            X = self.transform_inputs(train_X, input_transform)
-            if outcome_transform is not None:
-                outcome_transform.train()
-                train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=X)
-        m, batch_shape = train_Y.shape[-1], train_X.shape[:-2]
-        self.has_output_dim = m > 1
-        aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
-        Y = self.to_targets(train_Y)
-        noise = None if train_Yvar is None else self.to_targets(train_Yvar)
-        if likelihood is None:
-            if noise is None:
-                likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
-            else:
-                likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
-        arguments = dict(likelihood_arguments or {})
-        if noise is None:
-            arguments = {**arguments_held_by(likelihood, X.shape[-2], arguments), **arguments}
-        for key, value in self._per_point(arguments, train_Y.shape).items():
-            value = torch.as_tensor(value).to(X)
-            arguments[key] = value if value.dim() else value.expand(X.shape[-2])
-        if noise is not None:
-            arguments["noise"] = noise.clamp_min(min_fixed_noise.value(noise.dtype))
-        latents = None if has_one_latent(likelihood) else getattr(likelihood, "num_features", 0)
-        if latents == 0:
-            raise ValueError(
-                f"likelihood: {type(likelihood).__name__} has neither one latent function nor "
-                "num_features of them."
-            )
-        if latents is not None and m > 1:
-            raise ValueError(
-                f"train_Y: {type(likelihood).__name__} takes one column of targets, got {m}"
-                f"{one_hot_hint(likelihood, train_Y, 'train_Y')}"
-            )
-        # Modules are shared by the latents: batches have a dimension of size 1 for these.
-        module_shape = aug_batch_shape
-        if latents is not None and batch_shape:
-            module_shape = torch.Size([*batch_shape, 1])
-        check_arguments(likelihood, arguments, needed=train_X.shape[-2] > 0)
-        points = X.unsqueeze(-3) if m > 1 else X
-        try:
-            check_targets(Y, points, likelihood, name="train_Y", **arguments)
-        except ValueError as error:
-            if outcome_transform is None:
-                raise
-            # Unless what was given is wrong itself, the transform has made it so.
-            check_targets(self.to_targets(given_Y), points, likelihood, name="train_Y", **arguments)
-            raise ValueError(
-                f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "
-                f"into what {type(likelihood).__name__} cannot observe; observations that are not "
-                "real numbers are not transformed: leave it out."
-            ) from error
-        if covar_module is None:
-            if has_closed_form(likelihood):  # which no missing target is
-                validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
-            covar_module = get_covar_module_with_dim_scaled_prior(
-                ard_num_dims=X.shape[-1], batch_shape=module_shape
-            ).to(X)
-        Z = _choose_inducing_points(X, inducing_points, covar_module, inducing_point_allocator)
-        if (m > 1 or latents is not None) and Z.dim() > 2:
-            Z = Z.unsqueeze(-3)
+        parts = assemble(
+            train_X,
+            train_Y,
+            train_Yvar,
+            likelihood,
+            covar_module,
+            mean_module,
+            inducing_points,
+            input_transform,
+            outcome_transform,
+            inducing_point_allocator,
+            likelihood_arguments,
+            coefficients,
+        )
+        self.has_output_dim = parts.has_output_dim
         super().__init__(
             DualVariationalStrategy(
                 self,
-                Z,
-                num_latents=latents,
+                parts.inducing_points,
+                num_latents=parts.num_latents,
                 learn_inducing_locations=learn_inducing_points,
-                batch_shape=aug_batch_shape,
+                batch_shape=parts.batch_shape,
             )
         )
-        self._num_outputs = m if latents is None else latents
-        self.likelihood = likelihood
-        self.covar_module = covar_module
-        self.mean_module = (
-            ConstantMean(batch_shape=module_shape) if mean_module is None else mean_module
-        )
-        # Copies: what the caller does to the data later is no business of the model.
-        self.train_inputs = (train_X.clone(),)
-        self.train_targets = Y.clone()
-        self.likelihood_arguments = {key: value.clone() for key, value in arguments.items()}
+        self._num_outputs = parts.num_outputs
+        self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
+        self.mean_module = parts.mean_module
         if input_transform is not None:
-            # Frozen: Z and the past live in the transformed space.
-            for transform in input_transform.modules():
-                if isinstance(transform, AffineInputTransform):
-                    transform.learn_coefficients = False
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
-        self._inducing_point_allocator = inducing_point_allocator
-        self.max_inducing = Z.shape[-2]
+        self.inducing_point_allocator = inducing_point_allocator
+        self.keeps_inducing_points = isinstance(inducing_points, Tensor)
+        self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
-            self.max_inducing = MAX_INDUCING if inducing_points is None else inducing_points
+            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
-        self.memory_weights = train_X.new_ones(train_X.shape[-2])
-        self.num_updates = 0
-        self.stream_mode = "pseudo-likelihood"
-        self.num_seen = train_X.shape[-2]
-        self.classes_seen: tuple[int, ...] = ()
-        self._note_classes()
+        self.stream = StreamState.begin(parts.observations)
+        note_classes(self)
         self.to(train_X)
         self.refresh()
         self.eval()
+
+    # ---------------------------------------------------------------- data
+
+    @property
+    def train_inputs(self) -> tuple[Tensor]:
+        """The inputs that the model holds, ``batch_shape x n x d``, as they were given."""
+        return (self.stream.observations.inputs,)
+
+    @property
+    def train_targets(self) -> Tensor:
+        """``batch_shape [x m] x n``, the transformed targets that the model holds."""
+        return self.stream.observations.targets
+
+    @property
+    def likelihood_arguments(self) -> dict[str, Tensor]:
+        """Per-point arguments of the likelihood for the observations that the model holds."""
+        return dict(self.stream.observations.arguments)
+
+    @property
+    def memory_weights(self) -> Tensor:
+        """``n``, how many observations of the stream each one that the model holds stands for."""
+        return self.stream.represents
+
+    @property
+    def num_seen(self) -> int:
+        """How many observations the model has learnt, including those it has discarded."""
+        return self.stream.num_seen
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates there have been."""
+        return self.stream.num_updates
+
+    @property
+    def stream_mode(self) -> str:
+        """The name of the rule by which the stream is learnt."""
+        return self.stream.rule
+
+    @property
+    def classes_seen(self) -> tuple[int, ...]:
+        """The classes of a softmax that there have been so far."""
+        return self.stream.classes_seen
+
+    def transformed(self, observations: Observations) -> Observations:
+        """Stored observations as the variational strategy sees them.
+
+        Args:
+            observations: Raw inputs, transformed targets.
+        """
+        inputs = self.transform_train_inputs(observations.points)
+        data = observations.with_inputs(inputs)
+        return data.with_batch_dimension() if self.has_output_dim else data
+
+    def checked(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
+    ) -> Observations:
+        """New observations as the model stores them; raises if anything is wrong with them.
+
+        Args:
+            X: ``n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the arguments.
+            Y: ``n x m`` observations.
+            noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
+            arguments: Per-point arguments of the likelihood, and coefficients of functionals.
+        """
+        self.check_not_fantasy()
+        if self.batch_shape:
+            raise RuntimeError("A batch of models cannot be updated, only a single one.")
+        arguments = dict(arguments)
+        coefficients = arguments.pop("coefficients", None)
+        check_tensor(X, "X")
+        points = X if coefficients is None else X[..., 0, :]
+        check_inputs(points, self.variational_strategy.inducing_points.shape[-1], "X")
+        if points.dim() != 2:
+            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
+        if noise is not None:
+            check_tensor(noise, "noise")
+        if noise is not None and noise.shape != Y.shape:
+            raise ValueError(
+                f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
+            )
+        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=len(X) > 0)
+        if len(X):
+            check_not_held(self.likelihood, arguments)
+        arguments = self._per_point(arguments, Y.shape)
+        held = self.stream.observations
+        if noise is not None and len(held) and "noise" not in held.arguments:
+            raise ValueError(
+                "noise: only a model that has been built with train_Yvar takes the noise "
+                "variances of Gaussian observations."
+            )
+        X, Y = X.detach().to(held.inputs.dtype), Y.detach().to(held.inputs.dtype)
+        with torch.no_grad():
+            if hasattr(self, "outcome_transform"):
+                self.outcome_transform.eval()
+                Y, noise = self.outcome_transform(Y, noise, X=self.transform_train_inputs(X))
+            targets = self.to_targets(Y)
+            if noise is not None:
+                arguments = {**arguments, "noise": self.to_targets(noise)}
+        return Observations.checked(
+            X, targets, self.likelihood, arguments, None, coefficients, names=("X", "Y")
+        )
 
     # ---------------------------------------------------------------- shapes
 
@@ -283,12 +314,16 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     def num_data(self) -> int:
         """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
-        return self.train_inputs[0].shape[-2]
+        return len(self.stream.observations)
 
     @property
     def inducing_points_cover_data(self) -> bool:
-        """Whether there is an inducing point for each training point."""
-        return self.variational_strategy.inducing_points.shape[-2] >= self.num_data
+        """Whether the inducing points are the inputs of the observations that the model holds."""
+        if self.stream.observations.coefficients is not None:
+            return False
+        Z = self.variational_strategy.inducing_points
+        X = self.transformed(self.stream.observations).points
+        return Z.shape[-2:] == X.shape[-2:] and bool((Z == X).all())
 
     def transform_train_inputs(self, X: Tensor) -> Tensor:
         """Training inputs as the model sees them, whatever mode it is in."""
@@ -408,7 +443,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        check_points(X, self.train_inputs[0].shape[-1], "X")
+        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
         if not self.has_output_dim:
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         self.eval()
@@ -449,7 +484,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _mean_noise(self) -> Tensor:
         """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
-        noise = self.likelihood_arguments.get("noise")
+        noise = self.stream.observations.arguments.get("noise")
         if noise is None or noise.shape[-1] == 0:
             noise = self.likelihood.noise_covar.noise
         return noise.mean(-1, keepdim=True)
@@ -463,8 +498,8 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             number: How many; fewer if there are fewer inputs.
         """
-        X = self.transform_train_inputs(self.train_inputs[0])
-        return _choose_inducing_points(X, number, self.covar_module, self._inducing_point_allocator)
+        X = self.transform_train_inputs(self.stream.observations.points)
+        return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""
@@ -475,24 +510,31 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
 
     @torch.no_grad()
-    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> None:
+    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> Tensor:
         """Converge the sites of the training data at the present hyperparameters.
 
         Args:
             tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
-            max_steps: The largest number of passes over the data, at which it may end without
-                having converged; by default 100, with a warning.
+            max_steps: The largest number of passes over the data. By default 100; suppresses the
+                non-convergence warning if given.
+
+        Returns:
+            The bound of all that is known, of the batch shape of the model.
         """
         self.check_not_fantasy()
-        X = self.with_outputs(self.transform_train_inputs(self.train_inputs[0]))
-        Y, strategy = self.train_targets, self.variational_strategy
-        arguments = self.likelihood_arguments
-        if is_conjugate(self.likelihood):
-            strategy.natural_gradient_step(X, Y, self.likelihood, **arguments)
-        else:
-            options: dict[str, Any] = {"tol": tol, "weights": self._replay_weights()}
-            with stopping_after(max_steps) as most:
-                strategy.converge(X, Y, self.likelihood, max_steps=most, **options, **arguments)
+        stream, strategy = self.stream, self.variational_strategy
+        data = replace(self.transformed(stream.observations), weights=stream.weights)
+        with step_limit(max_steps) as limit:
+            info = strategy.converge(
+                data,
+                likelihood=self.likelihood,
+                tol=tol,
+                max_steps=limit,
+                summary_share=stream.summary_share,
+            )
+        if not strategy.has_summary:
+            return info.elbo
+        return info.elbo + strategy.log_summary_constant(self.likelihood, stream.summary_share)
 
     def bound(
         self,
@@ -500,6 +542,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         tol: float = 1e-8,
         stands_for: Tensor | None = None,
         max_steps: int | None = None,
+        exact: bool = False,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
@@ -508,39 +551,41 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             tol: Relative tolerance for the sites.
             stands_for: For how much of what was folded the first observations stand.
             max_steps: As for `refresh`.
+            exact: The bound with inducing points at all inputs.
         """
-        X, Y, arguments = self.training_data()
-        weights = self._replay_weights()
-        with stopping_after(max_steps) as most:
+        stream = self.stream
+        data = replace(self.transformed(stream.observations), weights=stream.weights)
+        with step_limit(max_steps) as limit:
             return self.variational_strategy.bound(
-                X, Y, self.likelihood, start, tol, stands_for, weights, most, **arguments
+                data,
+                likelihood=self.likelihood,
+                start=start,
+                tol=tol,
+                stands_for=stands_for,
+                max_steps=limit,
+                summary_share=stream.summary_share,
+                exact=exact,
             )
 
     @torch.no_grad()
-    def natural_gradient_step(
-        self, X: Tensor, targets: Tensor, rho: float, **arguments: Any
-    ) -> None:
+    def natural_gradient_step(self, observations: Observations, rho: float) -> None:
         """One step on a minibatch of the training data.
 
         Args:
-            X: ``batch_shape x n' x d`` raw inputs.
-            targets: ``batch_shape [x m] x n'`` transformed targets.
+            observations: Some of the observations that the model holds.
             rho: The step size.
-            arguments: Per-point arguments of the likelihood.
         """
         self.variational_strategy.natural_gradient_step(
-            self.with_outputs(self.transform_train_inputs(X)),
-            targets,
-            self.likelihood,
-            rho,
+            self.transformed(observations),
+            likelihood=self.likelihood,
+            rho=rho,
             num_data=self.num_data,
-            **arguments,
         )
 
     def training_data(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Transformed inputs, transformed targets and arguments of the training data."""
-        X = self.with_outputs(self.transform_train_inputs(self.train_inputs[0]))
-        return X, self.train_targets, self.likelihood_arguments
+        data = self.transformed(self.stream.observations)
+        return data.inputs, data.targets, dict(data.arguments)
 
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.models.fit.fit` for the options."""
@@ -556,16 +601,258 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``batch_shape [x m] x n`` transformed targets.
             strict: Whether shapes must be those of the present data.
         """
+        held = self.stream.observations
         for name, new, old in (
-            ("inputs", inputs, self.train_inputs[0]),
-            ("targets", targets, self.train_targets),
+            ("inputs", inputs, held.inputs),
+            ("targets", targets, held.targets),
         ):
             if strict and new is not None and new.shape != old.shape:
                 raise ValueError(f"{name}: expected shape {tuple(old.shape)}, got {new.shape}.")
-        if inputs is not None:
-            self.train_inputs = (inputs,)
-        if targets is not None:
-            self.train_targets = targets
+        changed = replace(
+            held,
+            inputs=held.inputs if inputs is None else inputs,
+            targets=held.targets if targets is None else targets,
+        )
+        represents = self.stream.represents
+        if len(changed) != len(represents):
+            represents = represents.new_ones(len(changed))
+        self.stream = replace(self.stream, observations=changed, represents=represents)
+
+    # ---------------------------------------------------------------- streaming
+
+    def update(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        memory: MemoryOptions | int | None = None,
+        noise: Tensor | None = None,
+        learn: bool = True,
+        mode: str | UpdateRule = "pseudo-likelihood",
+        optimizer: str = "lbfgs",
+        steps: int | None = None,
+        tol: float = 0.01,
+        learning_rate: float = 0.01,
+        inducing: str | InducingPointRule | None = None,
+        max_inducing: int | None = None,
+        discount: float = 1.0,
+        site_steps: int | None = None,
+        **arguments: Any,
+    ) -> UpdateRecord:
+        """Learn from the next batch of a stream, in place and at constant cost.
+
+        The observations that the model holds (`memory`: at first the data that it was built with)
+        and the new ones are learnt together on top of the summary of all others; then some of them
+        are remembered and the rest is folded into the summary. All this happens on a copy that
+        becomes the model at the end. If anything goes wrong, the model is left as it was.
+
+        Args:
+            X: ``n' x d`` inputs; there may be none, to learn more from what is known. With
+                ``coefficients=``, ``n' x J x d``.
+            Y: ``n' x m`` observations.
+            memory: How much to remember, and what, or just how many observations; by default the
+                model's ``memory_options``, 500 by leverage.
+            noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
+            learn: Whether to learn hyperparameters; without, the update only conditions.
+            mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
+                function of the inducing values that all folded data have become, or ``"paper"``,
+                their tied duals, with the rest of the paper's rule (`seqgp.streaming.PaperRule`),
+                of which ``optimizer`` is part. A stream is learnt in one mode.
+            optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
+            steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats.
+            learning_rate: Adam's learning rate.
+            inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
+                them, ``"learn"`` moves them by gradient along with the hyperparameters, ``"both"``
+                does both, ``"cluster"`` makes them the centres of clusters of all inputs so far
+                (for inputs of many dimensions, where each is far from all others), ``"fixed"``
+                leaves them alone; or an `InducingPointRule` of your own. By default ``"fixed"`` if
+                nothing is learnt, else ``"adapt"``, or ``"both"`` if the model was built with
+                ``learn_inducing_points=True``.
+            max_inducing: Their largest number if they are adapted; by default what the model was
+                built with, or would have been had there been enough inputs.
+            discount: Factor for what the summary held before, for streams that drift.
+            site_steps: The largest number of passes over the data that each convergence of the
+                sites may take. By default as many as it takes, up to 100; thousands of observations
+                of many classes can do with 10.
+            arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'`` or of
+                the shape of ``Y``; and ``coefficients=``, ``n' x J``, for observations of
+                functionals ``sum_j c_ij f(x_ij)``.
+
+        Returns:
+            What the update did.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import PoissonLikelihood
+            >>> from seqgp import SequentialGP
+            >>> X = torch.rand(200, 1, dtype=torch.double)
+            >>> Y = torch.poisson(3 + 2 * torch.sin(6 * X))
+            >>> model = SequentialGP(X[:50], Y[:50], likelihood=PoissonLikelihood())
+            >>> record = model.update(X[50:], Y[50:], steps=5)
+            >>> record.num_new, record.num_memory
+            (150, 200)
+        """
+        options = UpdateOptions(
+            memory=memory,
+            learn=learn,
+            optimizer=optimizer,
+            steps=steps,
+            tol=tol,
+            learning_rate=learning_rate,
+            inducing=inducing,
+            max_inducing=max_inducing,
+            discount=discount,
+            site_steps=site_steps,
+        )
+        return update(self, X, Y, noise, arguments, mode, options)
+
+    def update_stream(
+        self,
+        stream: Iterable[Sequence[Any]],
+        callback: Callable[[UpdateRecord], object] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[UpdateRecord]:
+        """Update with each batch of a stream.
+
+        If a batch cannot be learnt, a note of the error says which; those before it have been
+        learnt and stay so, and a callback has had their records.
+
+        Args:
+            stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list. Or of
+                triples, of which the last is a dictionary of per-point arguments (``total_count``,
+                ``noise``) of that batch.
+            callback: Called with the record of each update.
+            progress: Whether to show a progress bar (only on a terminal).
+            options: Options of `update`.
+
+        Returns:
+            The records of all updates.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import BernoulliLikelihood
+            >>> from seqgp import SequentialGP
+            >>> X = torch.rand(90, 2, dtype=torch.double)
+            >>> Y = (X.sum(-1, keepdim=True) > 1).to(X)
+            >>> model = SequentialGP(X[:30], Y[:30], likelihood=BernoulliLikelihood())
+            >>> batches = zip(X[30:].split(30), Y[30:].split(30))
+            >>> records = model.update_stream(batches, memory=20, steps=3)
+            >>> [record.num_memory for record in records]
+            [20, 20]
+        """
+        return update_stream(self.update, stream, callback, progress, options)
+
+    def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
+        """Remove observations that the model has learnt.
+
+        Observations in the memory are removed exactly. Others are taken out of the summary with
+        the sites that they have under the present posterior: exact for Gaussian observations if
+        hyperparameters and inducing points are those that they were folded with, an approximation
+        for all others, since what was folded with or after them keeps the sites that it had.
+        Of a softmax with classes still to come a bound was folded, which moves on with the
+        posterior: it is taken out nearly or, where that would leave less than nothing, refused.
+
+        A summary is a sum, and cannot tell what it is a sum of. An observation that was never
+        learnt is only noticed, and refused, where the posterior knows too little to have learnt it;
+        amid many others it would be taken out of these. Forget only what you know to have been
+        learnt.
+
+        Args:
+            X: ``n' x d`` inputs.
+            Y: ``n' x m`` observations.
+            noise: Noise variances of Gaussian observations.
+            arguments: Per-point arguments of the likelihood.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> from gpytorch.kernels import RBFKernel
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> Y = torch.sin(6 * X)
+            >>> model = SequentialGP(X, Y, covar_module=RBFKernel())
+            >>> options = {"covar_module": RBFKernel(), "inducing_points": X}
+            >>> other = SequentialGP(X[1:], Y[1:], **options)  # which never learnt the first
+            >>> model.forget(X[:1], Y[:1])
+            >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
+            True
+        """
+        forget(self, self.checked(X, Y, noise, arguments))
+
+    @property
+    def memory(self) -> Remembered:
+        """The observations that the model holds as they are, and their leverage; copies.
+
+        Targets are transformed, if there is an ``outcome_transform``; inputs are not.
+        """
+        held = self.stream.observations
+        _, leverage = sites_and_leverage(self, self.transformed(held))
+        return Remembered(held.inputs.clone(), held.targets.clone(), leverage)
+
+    def leverage(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
+        r"""Bayesian leverage scores :math:`\beta_i v_i`, summed over latents and outputs.
+
+        Args:
+            X: ``n' x d`` inputs.
+            Y: ``n' x m`` observations.
+            noise: Noise variances of Gaussian observations.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            ``n'`` scores: how much each observation determines the posterior at its own input.
+        """
+        data = self.transformed(self.checked(X, Y, noise, arguments))
+        return sites_and_leverage(self, data)[1]
+
+    @torch.no_grad()
+    def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        """Log predictive density of observations.
+
+        Args:
+            X: ``... x n x d`` raw inputs.
+            targets: ``... [x m] x n`` transformed targets.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            A tensor of the shape of the targets.
+        """
+        check_inputs(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        self._check_target_shape(X, targets)
+        check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
+        training = self.training
+        f = self.eval()(self.transform_inputs(X))
+        self.train(training)
+        return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
+
+    def _check_target_shape(self, X: Tensor, targets: Tensor) -> None:
+        """Raise unless transformed targets are ``... [x m] x n`` for inputs ``... x n x d``."""
+        check_tensor(targets, "targets")
+        outputs = [self.num_columns] if self.has_output_dim else []
+        batch = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
+        shape = torch.Size([*batch, *outputs, X.shape[-2]])
+        own, given = 1 + len(outputs), targets.dim()
+        fits = own <= given <= len(shape) and targets.shape[-own:] == shape[-own:]
+        leading = zip(targets.shape[:-own], shape[-given:], strict=False)
+        if not fits or any(k not in (1, n) for k, n in leading):
+            raise ValueError(
+                f"targets: expected shape {' x '.join(map(str, shape))} (a row per output, if "
+                f"there are several), got {tuple(targets.shape)}."
+            )
+
+    def constrained_hyperparameters(self) -> dict[str, Tensor]:
+        """All hyperparameters by name, with their constraints applied."""
+        named: Any = super().named_parameters_and_constraints  # GPyTorch ships no types
+        return {
+            name.replace("raw_", ""): (
+                parameter if constraint is None else constraint.transform(parameter)
+            )
+            .detach()
+            .clone()
+            for name, parameter, constraint in named()
+            if not name.endswith("inducing_points")
+        }
 
     # ---------------------------------------------------------------- conditioning
 
@@ -595,7 +882,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
-        check_points(X, self.train_inputs[0].shape[-1], "X")
+        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
         X_tf = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
@@ -652,7 +939,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
-        check_points(X, self.train_inputs[0].shape[-1], "X")
+        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
@@ -711,6 +998,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError("idcs: select the outputs first, then condition or fantasise.")
         model = copy.deepcopy(self)
         select_outputs(model, idcs)
+        model._num_outputs = len(idcs)
         return model
 
     def load_state_dict(
@@ -741,7 +1029,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
         # For `load_state_dict`, which transforms them anew.
-        noise = self.likelihood_arguments.get("noise")
+        noise = self.stream.observations.arguments.get("noise")
         if noise is not None:
             noise = self.to_columns(noise.expand_as(self.train_targets))
         return self.to_columns(self.train_targets), noise
@@ -750,16 +1038,19 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.set_train_data(targets=self.to_targets(Y), strict=strict)
         if Yvar is not None:
             noise = self.to_targets(Yvar)
-            self.likelihood_arguments["noise"] = self.likelihood.noise_covar.noise = noise
+            self.likelihood.noise_covar.noise = noise
+            held = self.stream.observations
+            changed = replace(held, arguments={**held.arguments, "noise": noise})
+            self.stream = replace(self.stream, observations=changed)
 
     def _unshare(self) -> None:
         """Copies of what a fantasy shares with its parent, before they are converted."""
         strategy, likelihood = self.variational_strategy, self.likelihood
-        for name, module in self._modules.items():
+        for name, module in list(self.named_children()):
             if module is not strategy:
-                self._modules[name] = copy.deepcopy(module)
-        for name, parameter in strategy._parameters.items():
-            strategy._parameters[name] = copy.deepcopy(parameter)
+                setattr(self, name, copy.deepcopy(module))
+        for name, parameter in list(strategy.named_parameters(recurse=False)):
+            setattr(strategy, name, copy.deepcopy(parameter))
         strategy.replace_likelihood(likelihood, self.likelihood)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
@@ -768,10 +1059,7 @@ class SequentialGP(StreamMixin, GPyTorchModel, ApproximateGP, FantasizeMixin):
         converts = converted.dtype != probe.dtype or converted.device != probe.device
         if converts and self.variational_strategy.is_fantasy:
             self._unshare()
-        self.train_inputs = (fn(self.train_inputs[0]),)
-        self.train_targets = fn(self.train_targets)
-        self.memory_weights = fn(self.memory_weights)
-        self.likelihood_arguments = {k: fn(v) for k, v in self.likelihood_arguments.items()}
+        self.stream = self.stream.to(fn)
         return super()._apply(fn, *args, **kwargs)
 
 
@@ -779,40 +1067,3 @@ def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:
     """The distribution of ``f`` plus independent noise of a variance that broadcasts to it."""
     mean, covariance = f.mean, f.lazy_covariance_matrix
     return MultivariateNormal(mean, covariance + DiagLinearOperator(nugget.expand(mean.shape)))
-
-
-def _choose_inducing_points(
-    X: Tensor,
-    inducing_points: Tensor | int | None,
-    covar_module: Kernel,
-    allocator: InducingPointAllocator | None,
-) -> Tensor:
-    """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``."""
-    if isinstance(inducing_points, Tensor):
-        if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
-            raise ValueError(
-                f"inducing_points: expected shape k x {X.shape[-1]}, got "
-                f"{tuple(inducing_points.shape)}."
-            )
-        return inducing_points
-    if inducing_points is not None and not isinstance(inducing_points, int):
-        raise TypeError(
-            f"inducing_points: expected a tensor or a whole number, got {inducing_points!r:.50}."
-        )
-    n = X.shape[-2]
-    if n == 0:
-        raise ValueError("train_X: without data, pass inducing_points as a tensor.")
-    number = min(n, MAX_INDUCING if inducing_points is None else inducing_points)
-    if number < 1:
-        raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
-    if number == n:
-        return X
-    if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
-        covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
-    allocator = GreedyVarianceReduction() if allocator is None else allocator
-    chosen = [
-        allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
-        for x in X.reshape(-1, *X.shape[-2:])
-    ]
-    number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
-    return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])

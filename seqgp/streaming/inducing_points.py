@@ -1,15 +1,184 @@
-"""Moving inducing points along a stream."""
+"""Moving inducing points along a stream.
+
+An `InducingPointRule` chooses them before hyperparameters are learnt. Subclass it for one of your
+own; the short names are those of `RULES`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
-from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
+from botorch.models.utils.inducing_point_allocators import (
+    GreedyVarianceReduction,
+    InducingPointAllocator,
+)
 from gpytorch.kernels import Kernel
 from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
+
+
+class Candidates(NamedTuple):
+    """What inducing points are chosen from, and for.
+
+    Attributes:
+        inputs: ``n x d`` transformed inputs: those that are remembered, then the new ones.
+        represents: ``n``, for how many inputs of the stream each stands.
+        num_new: How many are new.
+        num_seen: How many inputs came before those.
+        kernel: The present kernel; if it is a batch, its first member decides.
+        max_points: The largest number of inducing points.
+        allocator: A BoTorch allocator that the model was given, if any.
+        seed: For draws, different for each update.
+    """
+
+    inputs: Tensor
+    represents: Tensor
+    num_new: int
+    num_seen: int
+    kernel: Kernel
+    max_points: int
+    allocator: InducingPointAllocator | None
+    seed: int
+
+
+class InducingPointRule(ABC):
+    """What becomes of the inducing points when new observations arrive.
+
+    Attributes:
+        moves: Whether they are also moved by gradient, along with the hyperparameters.
+    """
+
+    moves: bool = False
+
+    @abstractmethod
+    def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
+        """``m' x d`` inducing points, for example the present ones.
+
+        Args:
+            Z: ``m x d`` present inducing points.
+            candidates: What to choose from.
+        """
+
+
+@dataclass(frozen=True)
+class Keep(InducingPointRule):
+    """They stay, unless they are moved by gradient.
+
+    Attributes:
+        moves: Whether they are.
+    """
+
+    moves: bool = False
+
+    def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
+        """The present ones."""
+        return Z
+
+
+@dataclass(frozen=True)
+class Exchange(InducingPointRule):
+    """They are added and exchanged where inputs are far from them, see `choose_inducing_points`.
+
+    Attributes:
+        moves: Whether they are also moved by gradient.
+        tol: The fraction of unexplained variance that is tolerated.
+        gain: How much an exchange has to bring.
+    """
+
+    moves: bool = False
+    tol: float = 0.1
+    gain: float = 2.0
+
+    def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
+        """Fewer, more or others, as the inputs ask for."""
+        inputs, kernel, limit = candidates.inputs, candidates.kernel, candidates.max_points
+        if len(Z) > limit:  # more than a stream can afford: the best of them, and of the inputs
+            allocator = candidates.allocator or GreedyVarianceReduction()
+            return allocator.allocate_inducing_points(
+                torch.cat([Z, inputs]), _first_kernel(kernel), limit, torch.Size()
+            )
+        return choose_inducing_points(
+            Z, inputs, kernel, limit, candidates.allocator, self.tol, self.gain
+        )
+
+
+@dataclass(frozen=True)
+class Cluster(InducingPointRule):
+    """They are centres of clusters of all inputs so far, see `cluster_inducing_points`.
+
+    For inputs of many dimensions, where each is far from all others.
+
+    Attributes:
+        moves: Whether they are also moved by gradient.
+        iterations: Of Lloyd's algorithm.
+    """
+
+    moves: bool = False
+    iterations: int = 5
+
+    def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
+        """The centres; the present ones if there are no new inputs."""
+        return cluster_inducing_points(
+            Z,
+            candidates.inputs,
+            candidates.represents,
+            candidates.num_new,
+            candidates.num_seen,
+            candidates.max_points,
+            torch.Generator().manual_seed(candidates.seed),
+            self.iterations,
+        )
+
+
+@dataclass(frozen=True)
+class AllInputs(Exchange):
+    """They are the inputs at hand, as long as there is room; then they are exchanged.
+
+    For models that remember everything: what has been folded is known at its inducing points only.
+    """
+
+    def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
+        """The inputs, or else as `Exchange`."""
+        if 0 < len(candidates.inputs) <= candidates.max_points:
+            return candidates.inputs
+        return super().choose(Z, candidates)
+
+
+#: Rules by their short names.
+RULES: dict[str, InducingPointRule] = {
+    "fixed": Keep(),
+    "learn": Keep(moves=True),
+    "adapt": Exchange(),
+    "both": Exchange(moves=True),
+    "cluster": Cluster(),
+}
+
+
+def inducing_point_rule(rule: str | InducingPointRule) -> InducingPointRule:
+    """A rule, or that with a given name.
+
+    Args:
+        rule: A rule or its short name.
+    """
+    if isinstance(rule, InducingPointRule):
+        return rule
+    if isinstance(rule, str) and rule in RULES:
+        return RULES[rule]
+    raise ValueError(
+        f"inducing: expected learn, adapt, both, cluster or fixed, or an InducingPointRule, got "
+        f"{rule!r}."
+    )
+
+
+def _first_kernel(kernel: Kernel) -> Kernel:
+    """The first member of a batch of kernels: BoTorch's allocators know few batches."""
+    return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
 
 
 def choose_inducing_points(
@@ -64,7 +233,9 @@ def choose_inducing_points(
                     return _exchange(Z, candidates, kernel, prior, tolerated, gain)
                 union = torch.cat([Z, candidates])
                 number = min(max_points, len(union))
-                return allocator.allocate_inducing_points(union, kernel, number, torch.Size())
+                return allocator.allocate_inducing_points(
+                    union, _first_kernel(kernel), number, torch.Size()
+                )
             pivot = int(residual.argmax())
             row = _row(kernel, candidates, pivot) - A[:, pivot] @ A
             for root in roots:

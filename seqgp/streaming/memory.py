@@ -1,29 +1,122 @@
 """The memory: which observations of a stream are kept as they are.
 
-A policy is any function ``policy(leverage, size, generator)`` that returns the indices of at most
-``size`` of ``n`` observations, oldest first, given their leverage scores (``n``).
+A `MemoryPolicy` chooses them by their leverage scores. Subclass it for one of your own, or pass a
+function ``policy(leverage, size, generator)`` that returns the indices of at most ``size`` of ``n``
+observations, oldest first.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from seqgp.validation import is_whole
 
-Policy = Callable[[Tensor, int, torch.Generator], Tensor]
+#: A policy as a function.
+PolicyFunction = Callable[[Tensor, int, torch.Generator], Tensor]
 
 
-def by_leverage(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+class MemoryPolicy(ABC):
+    """Chooses which observations to keep."""
+
+    #: Whether what it chooses has to be checked.
+    is_checked = True
+
+    @abstractmethod
+    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """Indices of at most ``size`` of ``n`` observations, in increasing order.
+
+        Args:
+            leverage: ``n`` leverage scores on the CPU, oldest observation first.
+            size: The largest number of indices.
+            generator: For draws, on the CPU.
+        """
+
+    def inclusion(self, leverage: Tensor, size: int) -> Tensor:
+        """``n``, the probability of each observation to be chosen; by default the same for all.
+
+        Args:
+            leverage: ``n`` leverage scores.
+            size: How many are chosen.
+        """
+        return torch.full_like(leverage, size / max(len(leverage), 1))
+
+
+class ByLeverage(MemoryPolicy):
     """Draw without replacement, with probabilities proportional to the leverage scores."""
-    weights = _positive(leverage.detach().to(device="cpu", dtype=torch.float64))
-    drawn = torch.multinomial(weights, size, replacement=False, generator=generator)
-    return drawn.sort().values.to(leverage.device)
+
+    is_checked = False
+
+    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """Those with the largest of exponential keys (Efraimidis and Spirakis, 2006)."""
+        weights = _positive(leverage.double())
+        uniform = torch.rand(
+            len(weights), dtype=torch.float64, generator=generator, device=weights.device
+        )
+        keys = uniform.clamp_min(torch.finfo(torch.float64).tiny).log() / weights
+        return keys.topk(size).indices.sort().values
+
+    def inclusion(self, leverage: Tensor, size: int) -> Tensor:
+        r"""Probabilities to be among ``size`` that are drawn.
+
+        For successive draws without replacement, :math:`1 - \exp(-t h_i)` with the one
+        :math:`t` for which they add up to ``size`` (Rosen, 1972), found by bisection.
+
+        Args:
+            leverage: ``n`` leverage scores.
+            size: How many are chosen.
+        """
+        share = _positive(leverage.double()).cpu().numpy()
+        share = share / share.mean()
+        low, high = -40.0, 40.0  # log t
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            total = -np.expm1(-math.exp(middle) * share).sum()
+            low, high = (middle, high) if total < size else (low, middle)
+        return torch.from_numpy(-np.expm1(-math.exp(high) * share)).to(leverage)
+
+
+class AtRandom(MemoryPolicy):
+    """Draw without replacement, all alike."""
+
+    is_checked = False
+
+    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """The first of a random permutation."""
+        order = torch.randperm(len(leverage), generator=generator, device=leverage.device)
+        return order[:size].sort().values
+
+
+class MostRecent(MemoryPolicy):
+    """Keep the newest ones."""
+
+    is_checked = False
+
+    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """The last ones."""
+        return torch.arange(len(leverage) - size, len(leverage), device=leverage.device)
+
+
+class FunctionPolicy(MemoryPolicy):
+    """A policy that is given as a function.
+
+    Args:
+        function: As described at the top of this module.
+    """
+
+    def __init__(self, function: PolicyFunction) -> None:
+        self.function = function
+
+    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """What the function returns."""
+        return self.function(leverage, size, generator)
 
 
 def _positive(leverage: Tensor) -> Tensor:
@@ -31,28 +124,19 @@ def _positive(leverage: Tensor) -> Tensor:
     return leverage.clamp_min(leverage.max() * 1e-12 + torch.finfo(leverage.dtype).tiny)
 
 
-def at_random(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Draw without replacement, all alike."""
-    order = torch.randperm(len(leverage), generator=generator, device="cpu")
-    return order[:size].sort().values.to(leverage.device)
-
-
-def most_recent(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """The newest ones."""
-    n = len(leverage)
-    return torch.arange(n - size, n, device=leverage.device)
-
-
-POLICIES: dict[str, Policy] = {
-    "leverage": by_leverage,
-    "random": at_random,
-    "recent": most_recent,
+#: Policies by their short names.
+POLICIES: dict[str, MemoryPolicy] = {
+    "leverage": ByLeverage(),
+    "random": AtRandom(),
+    "recent": MostRecent(),
 }
 
 
-def _ask(policy: Policy, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+def _ask(policy: MemoryPolicy, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """What a policy chooses, which may be the user's own."""
-    chosen = policy(leverage, size, generator)
+    chosen = policy.choose(leverage, size, generator)
+    if not policy.is_checked:
+        return chosen
     if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.dtype != torch.long:
         raise TypeError(
             f"policy: expected a function that returns a tensor of indices, got {chosen!r:.80}."
@@ -63,7 +147,7 @@ def _ask(policy: Policy, leverage: Tensor, size: int, generator: torch.Generator
             f"policy: expected at most {size} indices below {len(leverage)}, each once, got "
             f"{chosen.tolist()!r:.80}."
         )
-    return chosen
+    return chosen.to(leverage.device)
 
 
 def _is_number(value: object) -> bool:
@@ -92,7 +176,8 @@ class MemoryOptions:
             limit.
         per_update: The largest number of new ones that are taken over at each update; ``None``
             for no limit. With a limit, old ones are only given up if the capacity demands it.
-        policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"`` or a function.
+        policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"``, a `MemoryPolicy` or a
+            function.
         seed: Seed of the draws.
         replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
             observation that is not Gaussian keeps the site that it had, which grows stale as the
@@ -117,7 +202,7 @@ class MemoryOptions:
 
     capacity: int | float | None = 500
     per_update: int | None = None
-    policy: str | Policy = "leverage"
+    policy: str | MemoryPolicy | PolicyFunction = "leverage"
     seed: int = 0
     replay: float = 0.0
     balance: bool = False
@@ -126,7 +211,8 @@ class MemoryOptions:
         if isinstance(self.policy, str) and self.policy not in {*POLICIES, "none"}:
             names = ", ".join(map(repr, [*POLICIES, "none"]))
             raise ValueError(f"policy: expected one of {names} or a function, got {self.policy!r}.")
-        if not isinstance(self.policy, str) and not callable(self.policy):
+        known = isinstance(self.policy, str | MemoryPolicy) or callable(self.policy)
+        if not known or isinstance(self.policy, type):
             raise TypeError(f"policy: expected a name or a function, got {self.policy!r}.")
         if not _is_number(self.replay):
             raise TypeError(f"replay: expected a number in [0, 1], got {self.replay!r}.")
@@ -172,6 +258,15 @@ class MemoryOptions:
         number = max(int(self.capacity * num_seen), 1) if self.capacity else 0
         return replace(self, capacity=number)
 
+    @property
+    def chooser(self) -> MemoryPolicy | None:
+        """The policy as an object; ``None`` if nothing is to be remembered."""
+        if isinstance(self.policy, MemoryPolicy):
+            return self.policy
+        if isinstance(self.policy, str):
+            return POLICIES.get(self.policy)
+        return FunctionPolicy(self.policy)
+
     def inclusion_of(self, leverage: Tensor, num_new: int, classes: Tensor | None = None) -> Tensor:
         """How probable it was for each of ``n`` observations to be kept; arguments as `choose`."""
         n, probability = len(leverage), torch.ones_like(leverage)
@@ -179,12 +274,15 @@ class MemoryOptions:
             for index, options, number in self._by_class(classes, num_new):
                 probability[index] = options.inclusion_of(leverage[index], number)
             return probability
+        chooser, expected = self.chooser, float(n)
+        if chooser is None:
+            chooser = POLICIES["random"]
         if self.per_update is not None and num_new > self.per_update:
             new = slice(n - num_new, n)
-            probability[new] = self._inclusion(leverage[new], self.per_update)
-        expected = float(probability.sum())
+            probability[new] = chooser.inclusion(leverage[new], self.per_update)
+            expected += self.per_update - num_new
         if self.capacity is not None and expected > self.capacity:
-            probability = probability * self._inclusion(leverage, int(self.capacity))
+            probability = probability * chooser.inclusion(leverage, int(self.capacity))
         return probability.clamp_min(torch.finfo(leverage.dtype).tiny)
 
     def _by_class(
@@ -208,23 +306,6 @@ class MemoryOptions:
             )
             yield i, options, new[k]
 
-    def _inclusion(self, leverage: Tensor, size: int) -> Tensor:
-        r"""Probabilities to be among ``size`` that are drawn.
-
-        For successive draws without replacement, :math:`1 - \exp(-t h_i)` with the one
-        :math:`t` for which they add up to ``size`` (Rosen, 1972), found by bisection.
-        """
-        if self.policy != "leverage":
-            return torch.full_like(leverage, size / len(leverage))
-        share = _positive(leverage.double())
-        share = share / share.mean()
-        low, high = -40.0, 40.0  # log t
-        for _ in range(60):
-            middle = 0.5 * (low + high)
-            total = float(-torch.expm1(-math.exp(middle) * share).sum())
-            low, high = (middle, high) if total < size else (low, middle)
-        return -torch.expm1(-math.exp(high) * share).to(leverage)
-
     def choose(
         self, leverage: Tensor, num_new: int, update: int, classes: Tensor | None = None
     ) -> Tensor:
@@ -236,27 +317,26 @@ class MemoryOptions:
             update: The number of the update, which with the seed determines the draws.
             classes: ``n`` classes, for a balance between them.
         """
-        n, device = len(leverage), leverage.device
-        if self.balance and classes is not None and self.policy != "none":
+        n, device, policy = len(leverage), leverage.device, self.chooser
+        if self.balance and classes is not None and policy is not None:
             chosen = [
                 index[options.choose(leverage[index], number, update)]
                 for index, options, number in self._by_class(classes, num_new)
             ]
             return torch.cat([*chosen, torch.arange(0, device=device)]).sort().values
-        if self.policy == "none":
+        if policy is None or self.capacity == 0:
             return torch.arange(0, device=device)
-        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
-        if self.capacity == 0:
-            return torch.arange(0, device=device)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + update)
-        candidates = torch.arange(n, device=device)
+        host = torch.device("cpu")
+        scores = leverage.detach().to(host)
+        generator = torch.Generator(host).manual_seed(self.seed * 1_000_003 + update)
+        candidates = torch.arange(n, device=host)
         if self.per_update is not None and num_new > self.per_update:
             old = n - num_new
             candidates = candidates[:old]
             if self.per_update:
-                new = _ask(policy, leverage[old:], self.per_update, generator)
+                new = _ask(policy, scores[old:], self.per_update, generator)
                 candidates = torch.cat([candidates, old + new])
         if self.capacity is not None and len(candidates) > self.capacity:
-            kept = _ask(policy, leverage[candidates], int(self.capacity), generator)
+            kept = _ask(policy, scores[candidates], int(self.capacity), generator)
             candidates = candidates[kept]
-        return candidates
+        return candidates.to(device)

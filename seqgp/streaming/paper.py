@@ -14,23 +14,21 @@ and :math:`B = \sum_i k_{zi} \beta_i k_{zi}^T` of all data so far:
    pseudo-data that they stand for change along with the hyperparameters;
 5. some of the new points, drawn by leverage, join the memory.
 
-Step 2 is left out if the model's ``paper_removes_memory`` is false, as the authors do for split
-MNIST: with classes that come and go the memory's sites under the present posterior are not those
-that its points came with, and without them there may be no posterior. The memory then counts anew
-at each update.
+Step 2 is left out by ``PaperRule(removes_memory=False)``, as the authors do for split MNIST: with
+classes that come and go the memory's sites under the present posterior are not those that its
+points came with, and without them there may be no posterior. The memory then counts anew at each
+update.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from botorch.optim.utils import get_parameters_and_bounds
 from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import (
     Duals,
+    Sites,
     Summary,
     add,
     factorise,
@@ -44,101 +42,124 @@ from seqgp.dual import (
 )
 from seqgp.likelihoods.expectations import expected_log_prob
 from seqgp.likelihoods.traits import is_conjugate, precision_floor, summary_noise
-from seqgp.models.fit import clamp_to_bounds
-from seqgp.variational.elbo import DualELBO
-from seqgp.variational.strategy import DualVariationalStrategy
+from seqgp.observations import Observations
+from seqgp.streaming.inducing_points import InducingPointRule, Keep
+from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.model import StreamModel
+from seqgp.streaming.options import UpdateOptions
+from seqgp.streaming.rules import Batch, Learned, UpdateRule, learnable
+from seqgp.variational.optimise import adam
 
 #: Step size and number of natural-gradient steps, for Gaussian likelihoods and for others.
 NATURAL_GRADIENT_STEPS = {True: (0.8, 2), False: (0.5, 4)}
 
 
-def paper_step(
-    model: Any, num_old: int, learn: bool, steps: int, learning_rate: float, learn_inducing: bool
-) -> tuple[int, Tensor]:
-    """Steps 2 to 4, for a model whose training data are memory and new observations.
+class PaperRule(UpdateRule):
+    """The paper's rule; Adam is part of it.
 
     Args:
-        model: A `SequentialGP`.
-        num_old: How many of its training data, the first ones, are the memory.
-        learn: Whether to learn hyperparameters.
-        steps: Of Adam.
-        learning_rate: Adam's.
-        learn_inducing: Whether Adam moves the inducing points, too.
-
-    Returns:
-        The number of Adam's steps, and the objective at the end.
+        removes_memory: Whether the memory's contribution is taken out first (step 2).
     """
-    natural_gradient(model, num_old)
-    mll = DualELBO(model.likelihood, model)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if learn_inducing else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
-    strategy: DualVariationalStrategy = model.variational_strategy
-    tied = Duals(strategy.lam.detach(), strategy.B.detach())
-    weights = tied.lam.new_ones(model.num_data)
-    if num_old:
-        weights[:num_old] = model.num_seen / num_old
-    steps = steps if learn and parameters else 0
-    training = model.training
-    model.train()
-    if steps:
-        adam = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
-    for _ in range(steps):
-        adam.zero_grad()
-        bound, _ = weighted_bound(model, tied, weights)
-        (-mll.with_priors(bound, 1).sum()).backward()
-        adam.step()
-        clamp_to_bounds(parameters, bounds)
-    with torch.no_grad():
-        bound, duals = weighted_bound(model, tied, weights)
-        strategy._store(duals, strategy.state())
-    model.train(training)
-    return steps, bound
 
+    name = "paper"
 
-@torch.no_grad()
-def remember(model: Any, kept: Tensor) -> None:
-    """Step 5: reduce the training data to the memory, and keep the rest of the duals apart."""
-    strategy: DualVariationalStrategy = model.variational_strategy
-    num_data = model.num_data
-    model._select(kept)
-    X, Y, arguments = model.training_data()
-    data = strategy._check_data(X, Y, model.likelihood, arguments)
-    state = strategy.state()
-    rest = state.duals
-    if len(kept):
-        sites, _ = strategy.sites(X, Y, model.likelihood, **arguments)
-        rest = _without(rest, tie(strategy._batch(state.chol, state.shared, data).A, sites))
-    noise = summary_noise(model.likelihood)
-    if noise is not None:
-        rest = Duals(rest.lam * noise, rest.B * noise.unsqueeze(-1))
-    number = strategy.summary_count + (num_data - len(kept))
-    summary = Summary(rest, torch.zeros_like(rest.lam[..., 0]), number.expand(rest.lam.shape[:-1]))
-    strategy._store(state.duals, state, summary=summary)
+    def __init__(self, removes_memory: bool = True) -> None:
+        self.removes_memory = removes_memory
+
+    def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
+        """Raise for a discount and for replay, which the paper does not have."""
+        if options.discount != 1:
+            raise ValueError("discount: the paper's rule knows none.")
+        if memory.replay:
+            raise ValueError(
+                "replay: the paper's rule knows none, and Gaussian observations need none: their "
+                "sites stay exact; pass MemoryOptions(replay=0)."
+            )
+
+    def default_inducing(self, learns: bool) -> InducingPointRule:
+        """Moved by gradient if hyperparameters are learnt."""
+        return Keep(moves=learns)
+
+    def learn(
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+    ) -> Learned:
+        """Steps 2 to 4."""
+        natural_gradient(model, batch.data, batch.num_old if self.removes_memory else 0)
+        mll, parameters, bounds = learnable(model, moves_Z)
+        strategy = model.variational_strategy
+        tied = Duals(strategy.lam.detach(), strategy.B.detach())
+        weights = tied.lam.new_ones(len(batch.data))
+        if batch.num_old:
+            weights[: batch.num_old] = model.stream.num_seen / batch.num_old
+        steps = 100 if options.steps is None else options.steps
+        steps = steps if options.learn and parameters else 0
+
+        def loss() -> Tensor:
+            # Anew each time: inputs may be transformed by what is learnt.
+            data = model.transformed(model.stream.observations)
+            bound, _ = weighted_bound(model, data, tied, weights)
+            return -mll.with_priors(bound, 1).sum()
+
+        training = model.training
+        model.train()
+        with torch.enable_grad():
+            for _ in adam([loss] * steps, parameters, bounds, options.learning_rate):
+                pass
+        with torch.no_grad():
+            data = model.transformed(model.stream.observations)
+            bound, duals = weighted_bound(model, data, tied, weights)
+            strategy.store(duals, strategy.state())
+        model.train(training)
+        return Learned(steps, bound)
+
+    @torch.no_grad()
+    def remember(
+        self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
+    ) -> None:
+        """Step 5: reduce the training data to the memory, and keep the rest of the duals apart."""
+        strategy, num_data = model.variational_strategy, len(batch.data)
+        model.stream = model.stream.select(kept)
+        data = batch.data.select(kept)
+        state = strategy.state()
+        rest = state.duals
+        if len(kept):
+            rest = _without(rest, _contribution(model, data))
+        noise = summary_noise(model.likelihood)
+        if noise is not None:
+            rest = Duals(rest.lam * noise, rest.B * noise.unsqueeze(-1))
+        number = strategy.summary_count + (num_data - len(kept))
+        zero = torch.zeros_like(rest.lam[..., 0])
+        summary = Summary(rest, zero, number.expand(rest.lam.shape[:-1]))
+        strategy.store(state.duals, state, summary=summary)
 
 
 def _without(duals: Duals, part: Duals) -> Duals:
     return add(duals, Duals(-part.lam, -part.B))
 
 
+def _contribution(model: StreamModel, data: Observations) -> Duals:
+    """The duals of observations with their sites under the present posterior."""
+    strategy = model.variational_strategy
+    sites, _ = strategy.sites(data, likelihood=model.likelihood)
+    return tie(strategy.batch(strategy.state(), data, model.likelihood).A, sites)
+
+
 @torch.no_grad()
-def natural_gradient(model: Any, num_old: int) -> None:
-    """Steps 2 and 3."""
-    strategy: DualVariationalStrategy = model.variational_strategy
-    X, Y, arguments = model.training_data()
-    data = strategy._check_data(X, Y, model.likelihood, arguments)
+def natural_gradient(model: StreamModel, data: Observations, num_removed: int) -> None:
+    """Steps 2 and 3.
+
+    Args:
+        model: The model.
+        data: Memory and new observations.
+        num_removed: How many of them, the first ones, are taken out first.
+    """
+    strategy, likelihood = model.variational_strategy, model.likelihood
     state = strategy.state()
     duals, rest = state.duals, state.duals
-    if num_old and model.paper_removes_memory:
-        memory = data.select(torch.arange(num_old, device=X.device))
-        sites, _ = strategy.sites(
-            memory.inputs, memory.targets, model.likelihood, **memory.arguments
-        )
-        rest = _without(duals, tie(strategy._batch(state.chol, state.shared, memory).A, sites))
-    rho, number = NATURAL_GRADIENT_STEPS[is_conjugate(model.likelihood)]
-    batches = strategy._batches(state, data)
+    if num_removed:
+        rest = _without(duals, _contribution(model, data.select(slice(num_removed))))
+    rho, number = NATURAL_GRADIENT_STEPS[is_conjugate(likelihood)]
+    batches = strategy.batches(state, data, likelihood)
     for _ in range(number):
         duals, _ = natural_gradient_step(
             duals,
@@ -146,30 +167,31 @@ def natural_gradient(model: Any, num_old: int) -> None:
             rho,
             rest,
             latent_dims=strategy.latent_dims,
-            min_precision=precision_floor(model.likelihood),
+            min_precision=precision_floor(likelihood),
         )
-    strategy._store(duals, state)
+    strategy.store(duals, state)
 
 
-def weighted_bound(model: Any, tied: Duals, weights: Tensor) -> tuple[Tensor, Duals]:
+def weighted_bound(
+    model: StreamModel, data: Observations, tied: Duals, weights: Tensor
+) -> tuple[Tensor, Duals]:
     """The objective of step 4, and the tied duals in the whitened basis of now.
 
     Args:
-        model: A `SequentialGP`.
+        model: The model.
+        data: Its observations.
         tied: ``lam`` and ``B``, which are held fixed.
-        weights: ``n`` weights of the training data.
+        weights: ``n`` weights of the observations.
     """
-    strategy: DualVariationalStrategy = model.variational_strategy
-    X, Y, arguments = model.training_data()
-    data = strategy._check_data(X, Y, model.likelihood, arguments)
-    prior = model.forward(strategy.inducing_points)
+    strategy = model.variational_strategy
+    prior = strategy.model.forward(strategy.inducing_points)
     chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), strategy.jitter_val)
     half = solve_lower(chol, tied.B)
     duals = Duals(
         solve_lower(chol, tied.lam.unsqueeze(-1)).squeeze(-1), solve_lower(chol, half.mT).mT
     )
     factors = factorise(duals)
-    batch = strategy._batch(chol, prior.batch_shape.numel() == 1, data)
+    batch = strategy.whitened(chol, prior.batch_shape.numel() == 1, data)
     mean = batch.prior_mean + posterior_mean(batch.A, factors)
     variance = posterior_variance(batch.A, batch.unexplained, factors)
     kl = kl_divergence(factors)

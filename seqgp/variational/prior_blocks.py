@@ -1,4 +1,10 @@
-"""Blocks of a GP prior, as a model's ``forward`` gives it."""
+r"""Blocks of a GP prior, as a model's ``forward`` gives it, at values and at functionals.
+
+An observation may be about one value :math:`f(x)` or about a linear functional
+:math:`h = \sum_j c_j f(x_j)`: a difference, a sum, an average, an integral by quadrature. All that
+sparse inference needs of it is :math:`k(z, h) = \sum_j c_j k(z, x_j)`, its mean and its variance
+:math:`c^T K c`, so everything that follows is the same for both.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from gpytorch.distributions import MultivariateNormal
-from linear_operator import LinearOperator, to_dense
+from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
@@ -15,7 +21,7 @@ Forward = Callable[[Tensor], MultivariateNormal]
 
 
 class Prior(NamedTuple):
-    """The prior at some inputs, and its covariance with the function elsewhere."""
+    """The prior of some values or functionals, and its covariance with values elsewhere."""
 
     cross: Tensor  # ... x p x n
     mean: Tensor  # ... x n
@@ -25,7 +31,12 @@ class Prior(NamedTuple):
 
 
 def joint_prior(
-    forward: Forward, left: Tensor, right: Tensor, shared: bool, with_left: bool = False
+    forward: Forward,
+    left: Tensor,
+    right: Tensor,
+    shared: bool,
+    with_left: bool = False,
+    coefficients: Tensor | None = None,
 ) -> Prior:
     """The prior at inputs ``right``, and its covariance with the values at ``left``.
 
@@ -34,11 +45,13 @@ def joint_prior(
     Args:
         forward: The prior.
         left: ``... x p x d``.
-        right: ``... x n x d``.
+        right: ``... x n x d``; with coefficients ``... x (n J) x d``, those of one functional next
+            to each other.
         shared: Whether one prior serves all batches. Then a batch of inputs against a single set
             is one flat kernel matrix.
         with_left: Whether the prior at ``left`` is wanted, too; one evaluation of the kernel gives
             both blocks.
+        coefficients: ``... x n x J`` coefficients of functionals; ``None`` for values.
     """
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
@@ -78,4 +91,52 @@ def joint_prior(
             return forward(right).lazy_covariance_matrix
         return covariance[..., p:, p:]
 
-    return Prior(cross, mean, variance, full, prior_left)
+    prior = Prior(cross, mean, variance, full, prior_left)
+    return prior if coefficients is None else _contract(prior, forward, right, coefficients)
+
+
+def _contract(prior: Prior, forward: Forward, points: Tensor, coefficients: Tensor) -> Prior:
+    """The prior of functionals, from that of the values they are made of."""
+
+    def variance() -> Tensor:
+        return functional_variance(forward, points, coefficients)
+
+    def full() -> LinearOperator:
+        half = contract(to_dense(prior.covariance()), coefficients)
+        return to_linear_operator(contract(half.mT, coefficients))
+
+    cross = contract(prior.cross, coefficients)
+    mean = contract(prior.mean.unsqueeze(-2), coefficients).squeeze(-2)
+    return Prior(cross, mean, variance, full, prior.left)
+
+
+def contract(block: Tensor, coefficients: Tensor) -> Tensor:
+    """``... x p x n``, the sums of columns of a ``... x p x (n J)`` block.
+
+    Args:
+        block: The block.
+        coefficients: ``... x n x J``.
+    """
+    columns = block.reshape(*block.shape[:-1], *coefficients.shape[-2:])
+    return (columns * coefficients.unsqueeze(-3)).sum(-1)
+
+
+def functional_variance(forward: Forward, points: Tensor, coefficients: Tensor) -> Tensor:
+    """``... x n`` prior variances of functionals, without their covariances with each other.
+
+    Args:
+        forward: The prior.
+        points: ``... x (n J) x d``.
+        coefficients: ``... x n x J``.
+    """
+    (n, J), d = coefficients.shape[-2:], points.shape[-1]
+    x = points.reshape(*points.shape[:-2], n, J, d)
+    shape = (*x.shape[:-3], n, J, J, d)
+    pairs = [x.unsqueeze(-2).expand(shape), x.unsqueeze(-3).expand(shape)]
+    number = n * J * J
+    joint = forward(torch.cat([each.reshape(*shape[:-4], number, d) for each in pairs], -2))
+    block = joint.lazy_covariance_matrix[..., :number, number:]
+    products = block.diagonal(dim1=-1, dim2=-2)
+    products = products.reshape(*products.shape[:-1], n, J, J)
+    c = coefficients
+    return (products * c.unsqueeze(-1) * c.unsqueeze(-2)).sum((-2, -1)).clamp_min(0)

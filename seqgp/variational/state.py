@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from linear_operator.operators import (
     TriangularLinearOperator,
 )
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from seqgp.dual import (
     Basis,
@@ -29,9 +30,7 @@ from seqgp.dual import (
     empty_summary,
     factorise,
     kl_divergence,
-    project,
     rebase_summary,
-    recentre,
     scaled_cholesky,
     solve_lower,
     transport_matrix,
@@ -39,9 +38,27 @@ from seqgp.dual import (
 )
 from seqgp.dual.linalg import relative_jitter
 from seqgp.dual.projection import coincident
+from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
 from seqgp.variational.prior_blocks import joint_prior
+
+#: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
+#: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
+TENSORS: Mapping[str, int] = {
+    "inducing_points": 2,
+    "dual_lam": 1,
+    "dual_B": 2,
+    "reference_points": 2,
+    "reference_mean": 1,
+    "reference_chol": 2,
+    "summary_lam": 1,
+    "summary_B": 2,
+    "summary_square": 0,
+    "summary_count": 0,
+}
+
+_PLAIN = (bool, int, float, str, type(None), torch.Size)
 
 
 class State(NamedTuple):
@@ -53,6 +70,31 @@ class State(NamedTuple):
     basis: Basis  # the way here from where the duals were made
     duals: Duals
     factors: Factors
+
+
+class _Fingerprint(NamedTuple):
+    """What a `State` was made from: if it is the same, so is the state."""
+
+    owners: tuple[Any, ...]  # modules, and tensors that only change by replacement or in place
+    plain: tuple[Any, ...]  # plain attributes, flags, shapes and versions
+    values: Tensor  # hyperparameters and inducing points, value by value
+
+    def matches(self, other: _Fingerprint) -> bool:
+        return (
+            len(self.owners) == len(other.owners)
+            and all(a is b for a, b in zip(self.owners, other.owners, strict=True))
+            and self.plain == other.plain
+            and self.values.shape == other.values.shape
+            and self.values.dtype == other.values.dtype
+            and self.values.device == other.values.device
+            and torch.equal(self.values, other.values)
+        )
+
+
+class _Cached(NamedTuple):
+    graph: bool
+    fingerprint: _Fingerprint
+    state: State
 
 
 class DualState(_VariationalStrategy):
@@ -98,17 +140,23 @@ class DualState(_VariationalStrategy):
         if num_latents is not None:
             batch_shape = torch.Size([*batch_shape, num_latents])
         duals = zero_duals(Z, Z.shape[-2], batch_shape)
-        self.register_buffer("dual_lam", duals.lam)
-        self.register_buffer("dual_B", duals.B)
-        self.register_buffer("reference_points", Z.clone())
-        self.register_buffer("reference_mean", torch.zeros_like(duals.lam))
-        self.register_buffer("reference_chol", torch.diag_embed(torch.ones_like(duals.lam)))
         summary = empty_summary(duals)
-        self.register_buffer("summary_lam", summary.duals.lam)
-        self.register_buffer("summary_B", summary.duals.B)
-        self.register_buffer("summary_square", summary.square)
-        self.register_buffer("summary_count", summary.number)
-        self._cache: tuple[bool, tuple[Tensor, ...], State] | None = None
+        tensors = {
+            "dual_lam": duals.lam,
+            "dual_B": duals.B,
+            "reference_points": Z.clone(),
+            "reference_mean": torch.zeros_like(duals.lam),
+            "reference_chol": torch.diag_embed(torch.ones_like(duals.lam)),
+            "summary_lam": summary.duals.lam,
+            "summary_B": summary.duals.B,
+            "summary_square": summary.square,
+            "summary_count": summary.number,
+        }
+        for name in TENSORS:
+            if name in tensors:  # the inducing points have been registered already
+                self.register_buffer(name, tensors[name])
+        self._cache: _Cached | None = None
+        self._summary_known: tuple[Tensor, int, bool] | None = None
 
     # ---------------------------------------------------------------- what it knows
 
@@ -183,59 +231,109 @@ class DualState(_VariationalStrategy):
         duals = Duals(self.summary_lam, self.summary_B)
         return Summary(duals, self.summary_square, self.summary_count)
 
-    #: How much of the summary counts.
-    summary_share: float = 1.0
-
     @property
-    def counted_summary(self) -> Summary:
-        """The summary as far as it counts; the rest is what weighted observations stand for."""
-        return (
-            self.summary
-            if self.summary_share == 1
-            else discounted(self.summary, self.summary_share)
-        )
+    def has_summary(self) -> bool:
+        """Whether anything has been folded; asks the device once for each summary."""
+        count, known = self.summary_count, self._summary_known
+        if known is None or known[0] is not count or known[1] != count._version:
+            known = (count, count._version, bool(count.any()))
+            self._summary_known = known
+        return known[2]
 
-    def _base(self, basis: Basis, likelihood: Likelihood) -> Duals | None:
-        """The summary's duals in the present basis; ``None`` if it is empty."""
-        if not bool(self.summary_count.any()) or self.summary_share == 0:
+    def base(self, basis: Basis, likelihood: Likelihood, share: float = 1.0) -> Duals | None:
+        """The summary's duals in a basis, as far as it counts; ``None`` if it is empty.
+
+        Args:
+            basis: The way there from the basis of the stored duals.
+            likelihood: The likelihood.
+            share: How much of the summary counts, from 0 to 1.
+        """
+        if not share or not self.has_summary:
             return None
-        return duals_now(self.counted_summary, basis, summary_noise(likelihood))
+        summary = self.summary if share == 1 else discounted(self.summary, share)
+        return duals_now(summary, basis, summary_noise(likelihood))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The strategy's own tensors by name, without graphs: all that updates change of it."""
+        return {name: getattr(self, name).detach() for name in TENSORS}
+
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace some of the strategy's tensors, by others of any size.
+
+        Args:
+            tensors: Tensors by name. Inducing points of the same shape are copied in place, so
+                that optimisers keep their parameter.
+        """
+        for name, value in tensors.items():
+            old = getattr(self, name)
+            if isinstance(old, Parameter) and old.shape == value.shape:
+                old.data.copy_(value)
+            elif isinstance(old, Parameter):
+                setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
+            else:
+                setattr(self, name, value)
+        self.clear_cache()
 
     # ---------------------------------------------------------------- state and its cache
 
     def state(self, same_pass: bool = False) -> State:
         """Factorisations at the present inducing points, duals and hyperparameters.
 
-        They are kept, and used again only if the kernel matrix, the inducing points and the duals
-        are still the same, value by value: a change of any of them, however it was made, is seen.
-        In eval mode they are detached from the graph. In train mode a graph is good for one
-        backward pass, so only what belongs to the same pass uses it again.
+        They are kept, and used again only if everything that they were made from is the same:
+        hyperparameters and inducing points value by value (in one comparison), modules, plain
+        attributes and duals by identity. In eval mode they are detached from the graph. In train
+        mode a graph is good for one backward pass, so only what belongs to the same pass uses it
+        again.
+
+        Args:
+            same_pass: Whether this belongs to the same forward pass as the call before.
         """
         detached = not self.training and settings.detach_test_caches.on()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-            return self._cached(self.model.forward(self.inducing_points), detached or same_pass)
+            graph, fingerprint = torch.is_grad_enabled(), self._fingerprint()
+            cached, self._cache = self._cache, None
+            if (
+                (detached or same_pass)
+                and cached is not None
+                and cached.graph == graph
+                and cached.fingerprint.matches(fingerprint)
+            ):
+                if not graph:
+                    self._cache = cached
+                return cached.state
+            state = self.build(self.inducing_points)
+            self._cache = _Cached(graph, fingerprint, state)
+            if state.chol.requires_grad:  # a backward pass uses the graph up
+                state.chol.register_hook(lambda _: self.clear_cache())
+            return state
 
-    def _cached(self, prior: MultivariateNormal, use: bool) -> State:
-        """The state of a prior at Z, from the cache if ``use`` and if it is there."""
-        graph = torch.is_grad_enabled()
-        key = (
-            to_dense(prior.lazy_covariance_matrix),
-            prior.mean,
-            self.inducing_points,
-            *(getattr(self, name) for name in _BUFFERS),
-        )
-        cache, self._cache = self._cache, None
-        if use and cache is not None and cache[0] == graph and _equal(cache[1], key):
-            if not graph:
-                self._cache = cache
-            return cache[2]
-        state = self._build(self.inducing_points, prior)
-        self._cache = (graph, tuple(tensor.detach().clone() for tensor in key), state)
-        if state.chol.requires_grad:  # a backward pass uses the graph up
-            state.chol.register_hook(lambda _: self.clear_cache())
-        return state
+    def _fingerprint(self) -> _Fingerprint:
+        """What the state depends on; reads no numbers."""
+        owners: list[Any] = []
+        plain: list[Any] = [self.jitter_val, self.training]
+        tensors: list[Tensor] = [self.inducing_points]
+        for module in _prior_modules(self.model):
+            if module is not self.model:  # copies of it share its modules
+                owners.append(module)
+            for name, value in vars(module).items():
+                if isinstance(value, _PLAIN):
+                    if name != "training" or module is not self.model:
+                        plain.append(value)
+                elif isinstance(value, Tensor):
+                    tensors.append(value)
+            tensors += [p for p in module._parameters.values() if p is not None]
+            tensors += [b for b in module._buffers.values() if b is not None]
+        for name in TENSORS:
+            if name != "inducing_points":
+                tensor = getattr(self, name)
+                owners.append(tensor)
+                plain.append(tensor._version)
+        plain += [tensor.shape for tensor in tensors]
+        Z = tensors[0]
+        flat = [t.detach().reshape(-1).to(device=Z.device) for t in tensors]
+        return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
 
-    def _stays(self, Z: Tensor) -> bool:
+    def stays(self, Z: Tensor) -> bool:
         """Whether ``Z`` are the points of the stored duals, and not about to move."""
         moves = Z.requires_grad and torch.is_grad_enabled()
         points = self.reference_points
@@ -244,13 +342,13 @@ class DualState(_VariationalStrategy):
     def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
         """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
         K = to_dense(prior.lazy_covariance_matrix)
-        if self._stays(Z):
-            return self._basis(Z, K, prior.mean)
+        if self.stays(Z):
+            return self.basis(Z, K, prior.mean)
         joint = joint_prior(self.model.forward, Z, self.reference_points, shared=False)
-        covariance = to_dense(joint.covariance()) if bool(self.summary_count.any()) else None
-        return self._basis(Z, K, joint.mean, joint.cross, covariance)
+        covariance = to_dense(joint.covariance()) if self.has_summary else None
+        return self.basis(Z, K, joint.mean, joint.cross, covariance)
 
-    def _basis(
+    def basis(
         self,
         Z: Tensor,
         K: Tensor,
@@ -280,36 +378,44 @@ class DualState(_VariationalStrategy):
             unexplained = covariance - explained_by_Z.mT @ explained_by_Z
         return chol, Basis(transport, reference, shift, unexplained)
 
-    def _build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
+    def build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
         prior = self.model.forward(Z) if prior is None else prior
         chol, basis = self._change_of_basis(Z, prior)
-        duals = Duals(self.dual_lam, self.dual_B)
-        duals = project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
+        duals = moved(Duals(self.dual_lam, self.dual_B), basis)
         shared = prior.batch_shape.numel() == 1
         return State(chol, prior.mean, shared, basis, duals, factorise(duals))
 
-    def _store(
+    def store(
         self,
         duals: Duals,
         state: State,
         Z: Tensor | None = None,
         summary: Summary | None = None,
+        factors: Factors | None = None,
     ) -> None:
-        """Make ``duals`` the strategy's own, in the basis of ``state`` (at new points ``Z``)."""
-        if summary is None and bool(self.summary_count.any()):
+        """Make duals the strategy's own.
+
+        Args:
+            duals: The duals, in the basis of ``state``.
+            state: A state at the present hyperparameters.
+            Z: The inducing points of that state, if they are not the present ones.
+            summary: The summary in the same basis; by default the present one is moved there.
+            factors: The whitened posterior of the duals, if it is known.
+        """
+        if summary is None and self.has_summary:
             summary = rebase_summary(self.summary, state.basis)
         elif summary is None:
             summary = empty_summary(duals)
-        for tensor in (*duals, *summary.duals):
-            if not tensor.isfinite().all():
-                raise FloatingPointError(
-                    "The update led to duals that are not finite; nothing has been changed. "
-                    "Check the scale of inputs, targets and hyperparameters."
-                )
+        finite = [tensor.isfinite().all() for tensor in (*duals, *summary.duals)]
+        if not bool(torch.stack(finite).all()):
+            raise FloatingPointError(
+                "The update led to duals that are not finite; nothing has been changed. "
+                "Check the scale of inputs, targets and hyperparameters."
+            )
         (self.summary_lam, self.summary_B), self.summary_square, self.summary_count = summary
         if Z is not None:
-            self._assign("inducing_points", Z)
+            self.set_tensors({"inducing_points": Z})
         self.dual_lam, self.dual_B = (tensor.detach() for tensor in duals)
         self.reference_points = self.inducing_points.detach().clone()
         # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
@@ -317,33 +423,38 @@ class DualState(_VariationalStrategy):
         self.reference_chol = state.chol.detach()
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
+        if not torch.is_grad_enabled():
+            # Nothing but the duals is new: what the next prediction needs is at hand.
+            own = Duals(self.dual_lam, self.dual_B)
+            basis = Basis(None, self.reference_chol, torch.zeros_like(self.reference_mean), None)
+            fresh = state._replace(
+                chol=self.reference_chol,
+                prior_mean=self.reference_mean,
+                basis=basis,
+                duals=own,
+                factors=factorise(own) if factors is None else factors,
+            )
+            self._cache = _Cached(False, self._fingerprint(), fresh)
 
     def clear_cache(self) -> None:
+        """Forget the factorisations; the next prediction makes them anew."""
         self._cache = None
 
     def __getstate__(self) -> dict[str, Any]:
         # For copies and pickles, neither of which can hold the graph of a forward pass.
-        graph = self._cache is not None and self._cache[0]
-        return {**self.__dict__, "_cache": None} if graph else self.__dict__
-
-    def _assign(self, name: str, value: Tensor) -> None:
-        """Replace a buffer or parameter by one that may have another shape."""
-        if isinstance(getattr(self, name), torch.nn.Parameter):
-            setattr(self, name, torch.nn.Parameter(value))
-        else:
-            setattr(self, name, value)
+        # Nor can a copy have a fingerprint of the modules that it was made from.
+        return {**self.__dict__, "_cache": None, "_summary_known": None}
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # The number of inducing points and the batch shape of the duals may have changed.
-        for name in ("inducing_points", *_BUFFERS):
-            value = state_dict.get(prefix + name)
-            own = getattr(self, name)
+        for name in TENSORS:
+            value, own = state_dict.get(prefix + name), getattr(self, name)
             if value is not None and value.shape != own.shape:
-                self._assign(name, own.new_zeros(value.shape))
+                self.set_tensors({name: own.detach().new_zeros(value.shape)})
             elif name != "inducing_points":  # shared with fantasy models: never copied into
-                self._assign(name, own.clone())
+                setattr(self, name, own.clone())
         self.clear_cache()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -352,23 +463,9 @@ class DualState(_VariationalStrategy):
         return super()._apply(fn, *args, **kwargs)
 
 
-_BUFFERS = (
-    "dual_lam",
-    "dual_B",
-    "reference_points",
-    "reference_mean",
-    "reference_chol",
-    "summary_lam",
-    "summary_B",
-    "summary_square",
-    "summary_count",
-    "variational_params_initialized",
-)
-
-
-def _equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
-    """Whether two tuples of tensors are the same, value by value, dtype and device included."""
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-        for a, b in zip(left, right, strict=True)
-    )
+def _prior_modules(module: Module) -> Iterator[Module]:
+    """The modules that a model's prior may depend on: all but strategies and likelihoods."""
+    yield module
+    for child in module._modules.values():
+        if child is not None and not isinstance(child, _VariationalStrategy | Likelihood):
+            yield from _prior_modules(child)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,63 +11,44 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP
-from gpytorch.settings import min_fixed_noise
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import DiagLinearOperator
 from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 
 from seqgp.dual import (
-    Basis,
     Batch,
     Conditioned,
     Convergence,
-    Duals,
     Sites,
     Summary,
-    add,
     condition,
+    conjugate_duals,
     converge,
-    converge_sites,
     discounted,
-    expected_log_summary,
-    factorise,
     fold,
-    kl_divergence,
-    log_constant,
-    log_evidence,
     natural_gradient_step,
     posterior_mean,
     posterior_variance,
     rebase_summary,
-    scaled_cholesky,
     solve_lower,
-    tie,
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.posterior import explained, unexplained_variance
 from seqgp.dual.sites import sites as make_sites
-from seqgp.dual.summary import least_square
-from seqgp.likelihoods.expectations import expected_log_prob
+from seqgp.dual.summary import least_square, log_constant
 from seqgp.likelihoods.softmax import softmax_bound_sites
 from seqgp.likelihoods.traits import (
-    has_closed_form,
     has_one_latent,
     is_conjugate,
-    observation_noise,
     precision_floor,
     summary_noise,
 )
-from seqgp.observations import Observations, arguments_held_by
-from seqgp.validation import (
-    check_arguments,
-    check_inducing_points,
-    check_inputs,
-    check_step_size,
-    check_targets,
-)
+from seqgp.observations import Observations
+from seqgp.validation import check_inducing_points, check_inputs, check_step_size
+from seqgp.variational.bound import Past, Setting, exact_bound, maximised_bound
 from seqgp.variational.linear_operators import PosteriorCovariance
-from seqgp.variational.prior_blocks import joint_prior
+from seqgp.variational.prior_blocks import Prior, contract, joint_prior
 from seqgp.variational.state import DualState, State
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
@@ -77,24 +57,38 @@ CHUNK_ELEMENTS = 2**19
 KEEP_ELEMENTS = 2**25
 
 #: Options of methods whose other arguments are per point, for errors.
-_OPTIONS = ("likelihood", "rho", "num_data", "add", "tol", "max_steps", "fixed_inducing")
+_OPTIONS = (
+    *("likelihood", "rho", "num_data", "add", "tol", "max_steps", "fixed_inducing"),
+    *("weights", "coefficients", "summary_share"),
+)
 
 
-class _Observed(NamedTuple):
+class Observed(NamedTuple):
     """Observations that the posterior process has been conditioned on, outside of Z."""
 
     data: Observations
+    likelihood: Likelihood
     sites: Sites  # ... [x c] x q
     prior_mean: Tensor  # ... [x c] x q, on which the sites are centred
 
-    def to(self, convert: Callable[[Tensor], Tensor]) -> _Observed:
+    def to(self, convert: Callable[[Tensor], Tensor]) -> Observed:
         """The same, each tensor converted."""
         site = Sites(*map(convert, self.sites))
-        return _Observed(self.data.to(convert), site, convert(self.prior_mean))
+        return self._replace(
+            data=self.data.to(convert), sites=site, prior_mean=convert(self.prior_mean)
+        )
+
+
+class Whitened(NamedTuple):
+    """Functionals as the inducing points see them: ``A = L^-1 K_zh`` and what that leaves."""
+
+    A: Tensor  # ... x m x n
+    unexplained: Tensor  # ... x n
+    prior_mean: Tensor  # ... [x c] x n
 
 
 class _Correction(NamedTuple):
-    """What `_Observed` does to predictions made with one particular `State`."""
+    """What `Observed` does to predictions made with one particular `State`."""
 
     state: State
     conditioned: Conditioned
@@ -161,8 +155,10 @@ class DualVariationalStrategy(DualState):
         super().__init__(
             model, inducing_points, num_latents, learn_inducing_locations, batch_shape, jitter_val
         )
-        self._observed: _Observed | None = None
+        self._observed: Observed | None = None
         self._correction: _Correction | None = None
+        self._past: tuple[Tensor, float, Past] | None = None
+        self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         self.is_fantasy = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -170,13 +166,14 @@ class DualVariationalStrategy(DualState):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_correction": None}
+        state = {**super().__getstate__(), "_correction": None, "_past": None}
+        state["_whitened"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations either
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._correction = None
+        self._correction = self._past = self._whitened = None
         if self._observed is not None:
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
@@ -187,6 +184,15 @@ class DualVariationalStrategy(DualState):
     def is_conditioned(self) -> bool:
         """Whether this strategy belongs to a conditioned (fantasy) model."""
         return self._observed is not None
+
+    @property
+    def observed(self) -> Observed | None:
+        """What the posterior process has been conditioned on, outside of the inducing points."""
+        return self._observed
+
+    @observed.setter
+    def observed(self, observed: Observed | None) -> None:
+        self._observed, self._correction = observed, None
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -203,8 +209,8 @@ class DualVariationalStrategy(DualState):
     @torch.no_grad()
     def natural_gradient_step(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         rho: float = 1.0,
         num_data: int | None = None,
@@ -213,7 +219,7 @@ class DualVariationalStrategy(DualState):
         """One natural-gradient step on the evidence lower bound of a data set.
 
         Args:
-            inputs: ``... x n x d`` inputs, all of them or a minibatch.
+            inputs: ``... x n x d`` inputs, all of them or a minibatch; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             rho: Step size, in (0, 1]. With a Gaussian likelihood, all data and ``rho=1`` one step
@@ -239,38 +245,40 @@ class DualVariationalStrategy(DualState):
             torch.Size([])
         """
         check_step_size(rho)
-        data = self._check_data(inputs, targets, likelihood, arguments)
+        data, likelihood = self.checked(inputs, targets, likelihood, arguments)
         weight = 1.0 if num_data is None or len(data) == 0 else num_data / len(data)
         state = self.state()
         duals, bound = natural_gradient_step(
             state.duals,
-            self._batches(state, data, passes=1)(),
+            self.batches(state, data, likelihood, passes=1)(),
             rho,
-            base=self._base(state.basis, data.likelihood),
+            base=self.base(state.basis, likelihood),
             weight=weight,
             latent_dims=self.latent_dims,
-            min_precision=precision_floor(data.likelihood),
+            min_precision=precision_floor(likelihood),
         )
-        self._store(duals, state)
+        self.store(duals, state)
         return bound
 
     @torch.no_grad()
     def converge(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         add: bool = False,
         rho: float = 1.0,
         tol: float = 1e-6,
         max_steps: int = 100,
         weights: Tensor | None = None,
+        coefficients: Tensor | None = None,
+        summary_share: float = 1.0,
         **arguments: Any,
     ) -> Convergence:
         """Natural-gradient steps until the sites of all the given data have converged.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             add: Whether the data come on top of the present posterior (the next batch of a stream,
@@ -280,45 +288,56 @@ class DualVariationalStrategy(DualState):
             tol: Relative change of the duals at which to stop.
             max_steps: Passes over the data at which to stop, with a warning.
             weights: ``n``, how often each observation counts; by default once.
+            coefficients: ``... x n x J``, for observations of ``sum_j c_ij f(x_ij)`` at inputs
+                ``... x n x J x d``.
+            summary_share: How much of the summary counts, from 0 to 1.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
             How the iteration ended.
         """
         check_step_size(rho)
-        data = self._check_data(inputs, targets, likelihood, arguments)
-        data = replace(data, weights=weights)
-        state = self.state()
-        duals, info = converge(
-            state.duals,
-            self._batches(state, data),
-            base=state.duals if add else self._base(state.basis, data.likelihood),
-            conjugate=is_conjugate(data.likelihood),
-            latent_dims=self.latent_dims,
-            min_precision=precision_floor(data.likelihood),
-            rho=rho,
-            tol=tol,
-            max_steps=max_steps,
+        data, likelihood = self.checked(
+            inputs, targets, likelihood, arguments, weights, coefficients
         )
-        self._store(duals, state)
+        state = self.state()
+        base = state.duals if add else self.base(state.basis, likelihood, summary_share)
+        options: dict[str, Any] = {
+            "latent_dims": self.latent_dims,
+            "min_precision": precision_floor(likelihood),
+        }
+        conjugate = is_conjugate(likelihood)
+        batches = self.batches(state, data, likelihood, passes=1 if conjugate else None)
+        if conjugate:
+            duals, factors, bound = conjugate_duals(batches(), base, like=state.duals)
+            self.store(duals, state, factors=factors)
+            return Convergence(1, torch.zeros_like(bound), bound, True)
+        duals, info = converge(
+            state.duals, batches, base=base, rho=rho, tol=tol, max_steps=max_steps, **options
+        )
+        self.store(duals, state)
         return info
 
     def bound(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         start: Sites | None = None,
         tol: float = 1e-8,
         stands_for: Tensor | None = None,
         weights: Tensor | None = None,
         max_steps: int = 100,
+        coefficients: Tensor | None = None,
+        summary_share: float = 1.0,
+        exact: bool = False,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
         r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
 
         The sites are converged at the present hyperparameters and then held fixed, which at the
-        maximum over q leaves the gradient as it is. Does not change the strategy's own duals.
+        maximum over q leaves the gradient as it is (`seqgp.variational.bound`). Does not change the
+        strategy's own duals.
 
         The summary knows folded observations through the inducing values that it was made with;
         what these do not explain of them is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} -
@@ -327,7 +346,7 @@ class DualVariationalStrategy(DualState):
         those that are not.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             start: Sites to start from, say those at the hyperparameters of the previous step.
@@ -336,101 +355,79 @@ class DualVariationalStrategy(DualState):
                 each of the first ``k`` observations stands; for Gaussian noise, their number.
             weights: ``n``, how often each observation counts; by default once.
             max_steps: Passes over the data at which to stop with the sites, with a warning.
+            coefficients: As for `converge`.
+            summary_share: As for `converge`.
+            exact: The bound for inducing points at all inputs, whatever the present ones are. It is
+                the evidence of the exact GP if the likelihood is Gaussian.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
             The bound, of the batch shape of model and data, and the sites.
         """
-        data = self._check_data(inputs, targets, likelihood, arguments)
-        data = replace(data, weights=weights)
-        likelihood, arguments = data.likelihood, data.arguments
-        batch, basis, residual = self._joint(data, stands_for)
-        base = self._base(basis, likelihood)
-        past = batch.A.new_zeros(())
-        if base is not None:
-            noise = summary_noise(likelihood)
-            past = log_constant(self.counted_summary, basis, noise, residual)
-        if has_closed_form(likelihood) and weights is None:
-            # Collapsed: the best q is known as a function of the hyperparameters.
-            centred = data.targets - batch.prior_mean
-            noise = observation_noise(likelihood, len(data), **arguments)
-            site = Sites(centred / noise, noise.reciprocal())
-            duals = tie(batch.A, site) if base is None else add(tie(batch.A, site), base)
-            square = centred.square() + batch.unexplained
-            bound = -0.5 * (square / noise + (2 * math.pi * noise).log()).sum(-1)
-            bound = bound + log_evidence(duals, factorise(duals)) + past
-            return bound, Sites(site.lam.detach(), site.beta.detach())
-        with torch.no_grad():
-            site = converge_sites(
-                batch.detach(),
-                start,
-                None if base is None else Duals(base.lam.detach(), base.B.detach()),
-                is_conjugate(likelihood),
-                self.latent_dims,
-                precision_floor(likelihood),
-                tol=tol,
-                max_steps=max_steps,
-            )
-        duals = tie(batch.A, site)
-        factors = factorise(duals if base is None else add(duals, base))
-        mean = batch.prior_mean + posterior_mean(batch.A, factors)
-        variance = posterior_variance(batch.A, batch.unexplained, factors)
-        bound = past - kl_divergence(factors)
-        if base is not None:
-            bound = bound + expected_log_summary(base, factors)
-        if self.latent_dims:
-            mean, variance, bound = mean.mT, variance.mT, bound.sum(-1)
-        fit = expected_log_prob(likelihood, targets, mean, variance, **arguments)
-        fit = fit if weights is None else weights * fit
-        return fit.sum(-1) + bound, site
+        data, likelihood = self.checked(
+            inputs, targets, likelihood, arguments, weights, coefficients
+        )
+        setting = self.setting(summary_share)
+        if exact:
+            simple = setting.past is None and data.coefficients is None
+            if not simple or precision_floor(likelihood) is None:
+                raise ValueError(
+                    "exact: expected observations of values with a log-concave likelihood, and "
+                    "nothing folded."
+                )
+            return exact_bound(setting, data, likelihood, start, tol, max_steps)
+        return maximised_bound(setting, data, likelihood, start, tol, max_steps, stands_for)
 
-    def _joint(
-        self, data: Observations, stands_for: Tensor | None
-    ) -> tuple[Batch, Basis, Tensor | None]:
-        """Everything that the bound needs of the prior, from two evaluations of the kernel.
+    def setting(self, summary_share: float = 1.0) -> Setting:
+        """What the bound needs to know of this strategy.
 
-        Returns:
-            The observations as the natural gradient sees them, the way from the basis of the
-            stored duals, and the unexplained variance of the folded observations
-            times their precision, estimated from ``stands_for``.
+        Args:
+            summary_share: How much of the summary counts, from 0 to 1.
         """
-        Z, points = self.inducing_points, self.reference_points
-        x, stays = self._with_latents(data.inputs), self._stays(Z)
-        shared = self.model.forward(Z).batch_shape.numel() == 1
-        s = 0 if stays else points.shape[-2]
-        if s:
-            batch_shape = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
-            right = [t.expand(*batch_shape, *t.shape[-2:]) for t in (points, x)]
-            prior = joint_prior(self.model.forward, Z, torch.cat(right, -2), shared, with_left=True)
-        else:
-            prior = joint_prior(self.model.forward, Z, x, shared, with_left=True)
-        assert prior.left is not None
-        mean, K = prior.left
-        own, covariance = None, None  # the summary's own points
-        count = 0 if stands_for is None else stands_for.shape[-1]
-        if s and bool(self.summary_count.any()):
-            own = joint_prior(self.model.forward, points, x[..., :count, :], shared, with_left=True)
-            assert own.left is not None
-            covariance = own.left[1]
-        if stays:
-            chol, basis = self._basis(Z, K, mean)
-        else:
-            chol, basis = self._basis(Z, K, prior.mean[..., :s], prior.cross[..., :s], covariance)
-        variance = prior.variance()[..., s:]
-        batch = self._as_batch(chol, prior.cross[..., s:], prior.mean[..., s:], variance, data)
-        if stands_for is None:
-            return batch, basis, None
-        unexplained = batch.unexplained[..., :count]
-        if own is not None and covariance is not None:
-            A = solve_lower(scaled_cholesky(covariance, self.jitter_val), own.cross)
-            unexplained = unexplained_variance(A, variance[..., :count])
-        return batch, basis, (stands_for * unexplained).sum(-1)
+        past = self._past_sites(summary_share) if summary_share and self.has_summary else None
+        Z = self.inducing_points
+        return Setting(
+            self.model.forward,
+            Z,
+            self.jitter_val,
+            self.num_latents,
+            past,
+            past is None or self.stays(Z),
+        )
+
+    @torch.no_grad()
+    def _past_sites(self, share: float) -> Past:
+        """The summary as sites on functionals; made once for each summary."""
+        known = self._past
+        if known is None or known[0] is not self.summary_B or known[1] != share:
+            (lam, B), square, number = discounted(self.summary, share)
+            h, Q = torch.linalg.eigh(B)
+            site = Sites((Q.mT @ lam.unsqueeze(-1)).squeeze(-1), h.clamp_min(0))
+            eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
+            inverse = solve_lower(self.reference_chol, eye.expand_as(self.reference_chol))
+            past = Past(
+                self.reference_points, self.reference_mean, Q.mT @ inverse, site, square, number
+            )
+            known = self._past = (self.summary_B, share, past)
+        return known[2]
+
+    @torch.no_grad()
+    def log_summary_constant(self, likelihood: Likelihood, share: float = 1.0) -> Tensor:
+        """The summary's part of the bound that `converge` leaves out, as q does not enter it.
+
+        Args:
+            likelihood: The likelihood.
+            share: How much of the summary counts, from 0 to 1.
+        """
+        basis = self.state().basis
+        constant = log_constant(discounted(self.summary, share), basis, summary_noise(likelihood))
+        return constant.sum(-1) if self.latent_dims else constant
 
     @torch.no_grad()
     def sites(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         unseen: Tensor | None = None,
         **arguments: Any,
@@ -438,11 +435,11 @@ class DualVariationalStrategy(DualState):
         """Sites of observations under the present posterior, and its variances there.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             unseen: ``c``, which classes of a softmax nobody has seen yet. The sites of their
-                latents are those of a bound, `seqgp.dual.softmax_bound_sites`.
+                latents are those of a bound, `seqgp.likelihoods.softmax.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -450,9 +447,9 @@ class DualVariationalStrategy(DualState):
             for good, and variances of the same shape. Their product ``beta * variance`` is the
             Bayesian leverage score of each observation.
         """
-        data = self._check_data(inputs, targets, likelihood, arguments)
+        data, likelihood = self.checked(inputs, targets, likelihood, arguments)
         state = self.state()
-        batch = self._batch(state.chol, state.shared, data)
+        batch = self.batch(state, replace(data, weights=None), likelihood)
         mean = posterior_mean(batch.A, state.factors)
         variance = posterior_variance(batch.A, batch.unexplained, state.factors)
         expected = batch.evaluate(batch.prior_mean + mean, variance)
@@ -468,32 +465,38 @@ class DualVariationalStrategy(DualState):
     @torch.no_grad()
     def fold(
         self,
-        inputs: Tensor,
-        targets: Tensor,
-        sites: Sites,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
+        sites: Sites | None = None,
         likelihood: Likelihood | None = None,
         discount: float = 1.0,
+        index: Tensor | None = None,
         **arguments: Any,
     ) -> None:
         """Add observations to the summary for good, with given sites.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
-            sites: Their sites, as `bound` returns them.
+            sites: Their sites, as `bound` returns them; by default those under the present
+                posterior.
             likelihood: The likelihood; by default the model's attribute of that name.
             discount: Factor for what the summary held before.
+            index: Indices of the observations that are folded; by default all.
             arguments: Per-point arguments of the likelihood.
         """
-        data = self._check_data(inputs, targets, likelihood, arguments)
+        data, likelihood = self.checked(inputs, targets, likelihood, arguments)
+        if sites is None:
+            sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
-        self._store(state.duals, state, summary=self._folded(state, data, sites, 1, discount))
+        summary = self._folded(state, data, likelihood, sites, 1, discount, index)
+        self.store(state.duals, state, summary=summary)
 
     @torch.no_grad()
     def unfold(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         unseen: Tensor | None = None,
         **arguments: Any,
@@ -501,20 +504,20 @@ class DualVariationalStrategy(DualState):
         """Take observations out of the summary, with their sites under the present posterior.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
             unseen: As for `sites`.
             arguments: Per-point arguments of the likelihood.
         """
-        data = self._check_data(inputs, targets, likelihood, arguments)
-        sites, _ = self.sites(inputs, targets, data.likelihood, unseen, **arguments)
+        data, likelihood = self.checked(inputs, targets, likelihood, arguments)
+        sites, _ = self.sites(data, likelihood=likelihood, unseen=unseen)
         state = self.state()
-        summary = self._folded(state, data, sites, -1)
+        summary = self._folded(state, data, likelihood, sites, -1)
         eigenvalues = torch.linalg.eigvalsh(summary.duals.B)
         tolerance = 1e-6 * (1 + torch.linalg.eigvalsh(self.summary_B).amax(-1, keepdim=True))
         impossible = bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any())
-        exact = summary_noise(data.likelihood) is not None
+        exact = summary_noise(likelihood) is not None
         if exact:
             # By more than what hyperparameters that have changed since can make of it.
             least = least_square(summary)
@@ -525,19 +528,29 @@ class DualVariationalStrategy(DualState):
                 moved += " as a bound, as classes are still to come"
             raise ValueError(
                 "targets: these observations are not part of what has been learnt"
-                f"{'' if is_conjugate(data.likelihood) else moved}: without them the summary would "
+                f"{'' if is_conjugate(likelihood) else moved}: without them the summary would "
                 "no longer be positive semi-definite."
             )
-        self._store(state.duals, state, summary=summary)
+        self.store(state.duals, state, summary=summary)
 
     def _folded(
-        self, state: State, data: Observations, sites: Sites, sign: int, discount: float = 1.0
+        self,
+        state: State,
+        data: Observations,
+        likelihood: Likelihood,
+        sites: Sites,
+        sign: int,
+        discount: float = 1.0,
+        index: Tensor | None = None,
     ) -> Summary:
         """The summary in the present basis with observations added or taken out."""
         summary = discounted(rebase_summary(self.summary, state.basis), discount)
-        batch = self._batch(state.chol, state.shared, data)
-        residual = data.targets - batch.prior_mean
-        return fold(summary, batch.A, sites, residual, summary_noise(data.likelihood), sign)
+        A, _, prior_mean = self.whitened(state.chol, state.shared, data)
+        residual = data.targets - prior_mean
+        if index is not None:
+            A, residual = A[..., index], residual[..., index]
+            sites = Sites(sites.lam[..., index], sites.beta.expand_as(sites.lam)[..., index])
+        return fold(summary, A, sites, residual, summary_noise(likelihood), sign)
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
@@ -564,8 +577,8 @@ class DualVariationalStrategy(DualState):
         if self._observed is not None:
             raise RuntimeError("A conditioned (fantasy) model cannot move its inducing points.")
         Z = inducing_points.detach().to(self.inducing_points).clone()
-        state = self._build(Z)
-        self._store(state.duals, state, Z)
+        state = self.build(Z)
+        self.store(state.duals, state, Z)
 
     def start_from(self, inducing_points: Tensor) -> None:
         """Put inducing points elsewhere, while the duals stay in the basis that they were made in.
@@ -578,8 +591,8 @@ class DualVariationalStrategy(DualState):
             inducing_points: ``... x m' x d``.
         """
         check_inducing_points(inducing_points)
-        self._assign("inducing_points", inducing_points.detach().to(self.inducing_points).clone())
-        self.clear_cache()
+        Z = inducing_points.detach().to(self.inducing_points).clone()
+        self.set_tensors({"inducing_points": Z})
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -588,16 +601,17 @@ class DualVariationalStrategy(DualState):
         Predictions do not change; later changes of hyperparameters start from here.
         """
         state = self.state()
-        self._store(state.duals, state)
+        self.store(state.duals, state)
 
     def get_fantasy_model(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None = None,
         likelihood: Likelihood | None = None,
         fixed_inducing: bool = False,
         tol: float = 1e-6,
         max_steps: int = 100,
+        coefficients: Tensor | None = None,
         **arguments: Any,
     ) -> ApproximateGP:
         r"""The model conditioned on more observations, for any likelihood.
@@ -608,7 +622,7 @@ class DualVariationalStrategy(DualState):
         this one, and can be conditioned again.
 
         Args:
-            inputs: ``b x q x d`` or ``f x b x q x d`` inputs.
+            inputs: ``b x q x d`` or ``f x b x q x d`` inputs; or checked `Observations`.
             targets: ``b x q`` or ``f x b x q`` targets. Batch shapes broadcast: ``f`` sets of
                 targets for the same inputs share their covariances.
             likelihood: The likelihood; by default the model's attribute of that name.
@@ -616,9 +630,10 @@ class DualVariationalStrategy(DualState):
                 does. The variance that those cannot explain then stays.
             tol: Relative tolerance for the sites.
             max_steps: The largest number of iterations for the sites.
+            coefficients: As for `converge`, ``... x q x J``.
             arguments: Per-point arguments of the likelihood.
         """
-        fantasy = self._shallow_copy()
+        fantasy = self.shallow_copy()
         strategy: DualVariationalStrategy = fantasy.variational_strategy
         strategy.is_fantasy = True
         if fixed_inducing:
@@ -629,13 +644,22 @@ class DualVariationalStrategy(DualState):
                 add=True,
                 tol=tol,
                 max_steps=max_steps,
+                coefficients=coefficients,
                 **arguments,
             )
             return fantasy
-        data = self._check_data(inputs, targets, likelihood, arguments, conditioned=True)
+        data, likelihood = self.checked(
+            inputs, targets, likelihood, arguments, None, coefficients, conditioned=True
+        )
         if self._observed is not None:
+            if self._observed.likelihood is not likelihood:
+                kinds = type(self._observed.likelihood).__name__, type(likelihood).__name__
+                raise ValueError(
+                    f"likelihood: earlier observations came with a {kinds[0]}, these with another "
+                    f"{kinds[1]}; pass the same object each time."
+                )
             data = self._observed.data.append(data)
-        strategy._observe(data, tol, max_steps)
+        strategy.observe(data, likelihood, tol, max_steps)
         return fantasy
 
     # ---------------------------------------------------------------- predictions
@@ -668,12 +692,7 @@ class DualVariationalStrategy(DualState):
         correction = self._make_correction(state)
         reduction, sign = A[..., :0, :], A.new_ones(0, 1)
         if correction is not None:
-            assert self._observed is not None
-            observed = self._with_latents(self._observed.data.inputs)
-            c = (
-                joint_prior(self.model.forward, observed, x, state.shared).cross
-                - correction.explained.mT @ A
-            )
+            c = self._observed_cross(x, state.shared) - correction.explained.mT @ A
             mean = mean + (c.mT @ correction.conditioned.gain.unsqueeze(-1)).squeeze(-1)
             reduction, sign = correction.conditioned.root @ c, correction.conditioned.sign
         covariance: LinearOperator
@@ -719,15 +738,27 @@ class DualVariationalStrategy(DualState):
 
     # ---------------------------------------------------------------- data
 
-    def _check_data(
+    def checked(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Tensor | Observations,
+        targets: Tensor | None,
         likelihood: Likelihood | None,
         arguments: dict[str, Any],
+        weights: Tensor | None = None,
+        coefficients: Tensor | None = None,
         conditioned: bool = False,
-    ) -> Observations:
-        """Validated observations; raises before anything has changed."""
+    ) -> tuple[Observations, Likelihood]:
+        """Observations that have been checked, and their likelihood.
+
+        Args:
+            inputs: Raw inputs, to be checked here, or observations that have been.
+            targets: Raw targets.
+            likelihood: The likelihood; by default the model's.
+            arguments: Raw per-point arguments.
+            weights: Raw weights.
+            coefficients: Raw coefficients of functionals.
+            conditioned: Whether this strategy may belong to a conditioned model.
+        """
         if self._observed is not None and not conditioned:
             raise RuntimeError(
                 "This is a conditioned (fantasy) model: condition it further with "
@@ -744,50 +775,104 @@ class DualVariationalStrategy(DualState):
                 f"likelihood: {type(likelihood).__name__} is a likelihood of {wants}, but the "
                 f"strategy has num_latents={self.num_latents}."
             )
-        check_inputs(inputs, self.inducing_points.shape[-1])
-        dtype = self.inducing_points.dtype
-        if torch.promote_types(inputs.dtype, dtype) != dtype:
-            raise TypeError(
-                f"inputs: expected {dtype} as the inducing points are, got {inputs.dtype}; convert "
-                f"them with .to({dtype}), or the model."
-            )
-        arguments = {k: v for k, v in arguments.items() if v is not None}
-        check_arguments(likelihood, arguments, _OPTIONS, needed=inputs.shape[-2] > 0)
-        arguments = arguments_held_by(likelihood, inputs.shape[-2], arguments) | arguments
-        check_targets(targets, inputs, likelihood, **arguments)
-        if isinstance(arguments.get("noise"), Tensor):  # as GPyTorch does: not quite zero
-            least = min_fixed_noise.value(inputs.dtype)
-            arguments["noise"] = arguments["noise"].clamp_min(least)
-        return Observations(inputs, targets, likelihood, arguments).to(
-            lambda tensor: tensor.to(inputs.dtype) if tensor.is_floating_point() else tensor
+        if isinstance(inputs, Observations):
+            return inputs, likelihood
+        if targets is None:
+            raise TypeError("targets: expected a torch.Tensor, got NoneType.")
+        data = Observations.checked(
+            inputs,
+            targets,
+            likelihood,
+            arguments,
+            weights,
+            coefficients,
+            self.inducing_points.shape[-1],
+            self.inducing_points.dtype,
+            _OPTIONS,
         )
+        return data, likelihood
 
-    def _batch(self, chol: Tensor, shared: bool, data: Observations) -> Batch:
-        """Observations as the natural gradient sees them."""
-        x = self._with_latents(data.inputs)
-        prior = joint_prior(self.model.forward, self.inducing_points, x, shared)
-        return self._as_batch(chol, prior.cross, prior.mean, prior.variance(), data)
+    def prior(self, data: Observations, shared: bool) -> Prior:
+        """The prior of what is observed, and its covariance with the inducing values.
 
-    def _as_batch(
-        self, chol: Tensor, cross: Tensor, mean: Tensor, variance: Tensor, data: Observations
-    ) -> Batch:
-        """As `_batch`, from the prior's moments at the inputs."""
-        A = solve_lower(chol, cross)
-        unexplained = unexplained_variance(A, variance)
+        Args:
+            data: The observations.
+            shared: Whether one prior and one set of inducing points serve all batches.
+        """
+        x, c = self._with_latents(data.points), data.coefficients
+        if c is not None and self.num_latents is not None:
+            c = c.unsqueeze(-3)
+        return joint_prior(self.model.forward, self.inducing_points, x, shared, coefficients=c)
+
+    def whitened(self, chol: Tensor, shared: bool, data: Observations) -> Whitened:
+        """What the inducing points know of the functionals that are observed.
+
+        Args:
+            chol: ``... x m x m``, the Cholesky factor of the inducing points' covariance.
+            shared: Whether one prior and one set of inducing points serve all batches.
+            data: The observations.
+        """
+        graph, known = torch.is_grad_enabled(), self._whitened
+        if (
+            not graph
+            and known is not None
+            and known[0] is data.inputs
+            and known[1] is data.coefficients
+            and known[2].data_ptr() == chol.data_ptr()
+        ):
+            return known[3]
+        prior = self.prior(data, shared)
+        A, mean = solve_lower(chol, prior.cross), prior.mean
+        unexplained = unexplained_variance(A, prior.variance())
         if self.num_latents is not None and mean.shape[-2] == 1:  # one prior for all of them
             mean = mean.expand(*mean.shape[:-2], self.num_latents, mean.shape[-1])
-        return Batch(A, unexplained, mean, data.evaluate(self.num_latents is not None))
+        result = Whitened(A, unexplained, mean)
+        # The next question is often about the same observations.
+        self._whitened = None if graph else (data.inputs, data.coefficients, chol, result)
+        return result
 
-    def _batches(
-        self, state: State, data: Observations, passes: int | None = None
+    def batch(self, state: State, data: Observations, likelihood: Likelihood) -> Batch:
+        """Observations as the natural gradient sees them.
+
+        Args:
+            state: The present state.
+            data: The observations.
+            likelihood: Their likelihood.
+        """
+        whitened = self.whitened(state.chol, state.shared, data)
+        return Batch(*whitened, data.evaluate(likelihood, self.num_latents is not None))
+
+    @torch.no_grad()
+    def marginals(self, data: Observations) -> tuple[Tensor, Tensor]:
+        """``... [x c] x n`` posterior means and variances of what is observed.
+
+        Args:
+            data: The observations.
+        """
+        state = self.state()
+        A, unexplained, prior_mean = self.whitened(state.chol, state.shared, data)
+        mean = prior_mean + posterior_mean(A, state.factors)
+        return mean, posterior_variance(A, unexplained, state.factors)
+
+    def batches(
+        self, state: State, data: Observations, likelihood: Likelihood, passes: int | None = None
     ) -> Callable[[], Iterable[Batch]]:
-        """Observations in chunks whose size bounds the memory, however many there are."""
-        n, width = len(data), self.inducing_points.shape[-2] * data.inputs.shape[:-2].numel()
+        """Observations in chunks whose size bounds the memory, however many there are.
+
+        Args:
+            state: The present state.
+            data: The observations.
+            likelihood: Their likelihood.
+            passes: How often they will be iterated over, if it is known.
+        """
+        n = len(data)
+        width = self.inducing_points.shape[-2] * data.points.shape[:-2].numel()
         size = max(CHUNK_ELEMENTS // width, 1)
         chunks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
         def batch(chunk: slice) -> Batch:
-            return self._batch(state.chol, state.shared, data.select(chunk))
+            part = data if len(chunks) == 1 else data.select(chunk)
+            return self.batch(state, part, likelihood)
 
         if passes != 1 and n * width <= KEEP_ELEMENTS:
             batches = [batch(chunk) for chunk in chunks]
@@ -796,7 +881,7 @@ class DualVariationalStrategy(DualState):
 
     # ---------------------------------------------------------------- conditioning
 
-    def _shallow_copy(self) -> ApproximateGP:
+    def shallow_copy(self) -> ApproximateGP:
         """A model of the same type that shares everything with this one but its own state."""
         model, strategy = copy.copy(self.model), copy.copy(self)
         for module in (model, strategy):
@@ -806,39 +891,65 @@ class DualVariationalStrategy(DualState):
         model.variational_strategy = strategy
         return model
 
-    def _moments(self, state: State, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` at ``... x q x d``."""
-        prior = joint_prior(
-            self.model.forward, self.inducing_points, self._with_latents(x), state.shared
-        )
+    @torch.no_grad()
+    def adopt(self, other: DualVariationalStrategy) -> None:
+        """Become what another strategy of the same kind is, a copy of this one for example.
+
+        Args:
+            other: The other one.
+        """
+        self.set_tensors(other.tensors())
+        self.variational_params_initialized = other.variational_params_initialized
+        self._cache, self._past, self._whitened = other._cache, other._past, other._whitened
+
+    def _moments(self, state: State, data: Observations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` of what is observed."""
+        prior = self.prior(data, state.shared)
         A = solve_lower(state.chol, prior.cross)
         explained_A = explained(A, state.factors)
         covariance = to_dense(prior.covariance()) - A.mT @ explained_A
         return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
 
-    def _observe(self, data: Observations, tol: float, max_steps: int) -> None:
-        """Condition this (copied) strategy on observations outside of Z."""
+    def _observed_cross(self, x: Tensor, shared: bool) -> Tensor:
+        """``... x q x n`` prior covariance of what was observed with values at ``... x n x d``."""
+        assert self._observed is not None
+        data = self._observed.data
+        points, c = self._with_latents(data.points), data.coefficients
+        cross = joint_prior(self.model.forward, points, x, shared).cross
+        if c is None:
+            return cross
+        c = c if self.num_latents is None else c.unsqueeze(-3)
+        return contract(cross.mT, c).mT
+
+    def observe(self, data: Observations, likelihood: Likelihood, tol: float, steps: int) -> None:
+        """Condition this strategy, that of a copied model, on observations outside of Z.
+
+        Args:
+            data: All observations outside of Z.
+            likelihood: Their likelihood.
+            tol: Relative tolerance for the sites.
+            steps: The largest number of iterations.
+        """
         state = self.state()
-        prior_mean, centred, covariance, explained_A = self._moments(state, data.inputs)
+        prior_mean, centred, covariance, explained_A = self._moments(state, data)
         conditioned, _ = condition(
             centred + prior_mean,
             covariance,
             prior_mean,
-            data.evaluate(self.num_latents is not None),
-            conjugate=is_conjugate(data.likelihood),
+            data.evaluate(likelihood, self.num_latents is not None),
+            conjugate=is_conjugate(likelihood),
             latent_dims=self.latent_dims,
-            min_precision=precision_floor(data.likelihood),
+            min_precision=precision_floor(likelihood),
             tol=tol,
-            max_steps=max_steps,
+            max_steps=steps,
         )
-        self._observed = _Observed(data, conditioned.sites, prior_mean.clone())
+        self._observed = Observed(data, likelihood, conditioned.sites, prior_mean.clone())
         self._correction = _Correction(state, conditioned, explained_A)
 
     def replace_likelihood(self, old: Likelihood, new: Likelihood) -> None:
         """Let observations that came with one likelihood have another, a copy of it."""
-        if self._observed is not None and self._observed.data.likelihood is old:
-            data = replace(self._observed.data, likelihood=new)
-            self._observed = self._observed._replace(data=data)
+        if self._observed is not None and self._observed.likelihood is old:
+            self._observed = self._observed._replace(likelihood=new)
 
     def _make_correction(self, state: State) -> _Correction | None:
         """The effect of the observed points on predictions with ``state``, made anew if needed."""
@@ -846,11 +957,11 @@ class DualVariationalStrategy(DualState):
             self._correction is not None and self._correction.state is state
         ):
             return self._correction
-        data, (lam, beta), prior_mean = self._observed
-        now, centred, covariance, explained_A = self._moments(state, data.inputs)
+        data, likelihood, (lam, beta), prior_mean = self._observed
+        now, centred, covariance, explained_A = self._moments(state, data)
         # Sites are centred on the prior mean; what was observed stays where it is.
         site = Sites(lam + beta * (prior_mean - now), beta)
-        signed = precision_floor(data.likelihood) is None
+        signed = precision_floor(likelihood) is None
         conditioned = conditioned_from_sites(centred, covariance, site, signed)
         if signed and bool(conditioned.gain.isnan().any()):
             raise NotPSDError(

@@ -18,7 +18,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood, PredictiveLogLikelihood, V
 from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
-from seqgp.models.fit import FULL_BATCH_LIMIT
+from seqgp.models import fit as fit_module
 from seqgp.streaming.memory import MemoryOptions
 from tests.helpers import (
     CASES,
@@ -207,24 +207,27 @@ def test_inducing_points_at_all_inputs_stay() -> None:
     assert torch.equal(model.variational_strategy.inducing_points, model.train_inputs[0])
 
 
-def test_more_starts_are_never_worse() -> None:
-    """The best of the fits is kept, and starts that need not be made are not."""
+def test_more_rounds_are_never_worse() -> None:
+    """Inducing points are chosen anew for the hyperparameters that were found; the best is kept."""
     values = []
-    for starts in (1, 2, 3):
+    for rounds in (1, 2, 4):
         X, Y = make_inputs(40, 2), latent(make_inputs(40, 2)).unsqueeze(-1)
         model = SequentialGP(X, Y + 0.1 * torch.sin(50 * Y), inducing_points=4)
         mll = DualELBO(model.likelihood, model)
-        fit_gpytorch_mll(mll, starts=starts)
+        fit_gpytorch_mll(mll, rounds=rounds)
+        Z = model.variational_strategy.inducing_points
+        assert all((z == X).all(-1).any() for z in Z)
         values.append(mll.with_priors(model.bound()[0], model.num_data).item())
     assert values[0] <= values[1] + 1e-6
     assert values[1] <= values[2] + 1e-6
 
 
-def test_frozen_inducing_points_stay() -> None:
-    model, mll = bernoulli(learn_inducing_points=False)
-    before = model.variational_strategy.inducing_points.clone()
-    fit_gpytorch_mll(mll)
-    assert torch.equal(model.variational_strategy.inducing_points, before)
+def test_given_inducing_points_stay_unless_they_are_learnt() -> None:
+    for learn in (False, True):
+        model, mll = bernoulli(inducing_points=make_inputs(6, 2), learn_inducing_points=learn)
+        before = model.variational_strategy.inducing_points.clone()
+        fit_gpytorch_mll(mll)
+        assert torch.equal(model.variational_strategy.inducing_points, before) != learn
 
 
 def test_nothing_to_learn() -> None:
@@ -288,10 +291,21 @@ def test_minibatches_of_per_point_arguments() -> None:
     assert value(mll, model) > before
 
 
-def test_many_data_come_in_minibatches() -> None:
+def test_many_data_come_in_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mll = bernoulli(4097)
+    monkeypatch.setattr(fit_module, "FULL_BATCH_ELEMENTS", 4096)
     with terminal() as stream:
-        fit_gpytorch_mll(bernoulli(FULL_BATCH_LIMIT + 1)[1], epochs=1, progress=True)
+        fit_gpytorch_mll(mll, epochs=1, progress=True)
     assert "5/5" in stream.getvalue()  # steps of 1024
+
+
+def test_minibatches_stop_when_they_have_converged() -> None:
+    """Twice as many epochs would not help; too few are a warning."""
+    model, mll = bernoulli(200)
+    fit_gpytorch_mll(mll, batch_size=50)
+    found = value(mll, model)
+    fit_gpytorch_mll(mll, batch_size=50, epochs=200)
+    assert value(mll, model) < found + 0.01
 
 
 # -------------------------------------------------------------------- learnable transforms

@@ -19,8 +19,8 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp import BinomialLikelihood, OrdinalLikelihood, SequentialGP
+from seqgp.models.construction import ALL_INPUTS, STREAM_INDUCING
 from seqgp.models.posteriors import ObservationPosterior
-from seqgp.models.sequential_gp import MAX_INDUCING
 from tests.helpers import (
     CASES,
     CONJUGATE,
@@ -209,10 +209,11 @@ def test_default_modules_are_those_of_botorch(outputs: int, fixed_noise: bool) -
 
 
 def test_default_inducing_points() -> None:
-    few, many = make_inputs(7, 2), make_inputs(MAX_INDUCING + 20, 2)
+    few, many = make_inputs(7, 2), make_inputs(ALL_INPUTS + 20, 2)
     assert torch.equal(inducing_points(few), few)
+    assert torch.equal(inducing_points(many[:200]), many[:200])
     chosen = inducing_points(many)
-    assert chosen.shape == (MAX_INDUCING, 2)
+    assert chosen.shape == (STREAM_INDUCING, 2)
     assert is_subset(chosen, many)
 
 
@@ -234,8 +235,8 @@ def test_number_of_inducing_points(batch_shape: torch.Size, name: str) -> None:
 @pytest.mark.parametrize("batch_shape", [EMPTY, torch.Size([2])], ids=["", "batch"])
 def test_inducing_points_that_would_add_nothing(batch_shape: torch.Size) -> None:
     """With a smooth kernel on a line, a few points explain all: no more of them are chosen."""
-    X = make_inputs(*batch_shape, MAX_INDUCING + 20, 1)
-    model = SequentialGP(X, (6 * X).sin(), covar_module=RBFKernel())
+    X = make_inputs(*batch_shape, 120, 1)
+    model = SequentialGP(X, (6 * X).sin(), covar_module=RBFKernel(), inducing_points=100)
     number = model.variational_strategy.inducing_points.shape[-2]
     assert 3 < number < 20
     assert_close(model.posterior(X).mean, (6 * X).sin(), 0.1)

@@ -18,6 +18,7 @@ from seqgp.likelihoods.expectations import expectations
 from seqgp.likelihoods.quadrature import base_samples
 from seqgp.likelihoods.softmax import softmax_bound_sites
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.streaming import rules
 from seqgp.streaming.memory import MemoryOptions
 from tests.helpers import assert_close
 
@@ -130,7 +131,7 @@ def test_classes_are_remembered_without_a_memory(monkeypatch: pytest.MonkeyPatch
     whole = probabilities(model_of(X, Y), blobs(300, seed=1)[0])
     offline = float(whole.gather(-1, blobs(300, seed=1)[1].long()).log().mean())
     bounded = log_density_of_a_stream(nothing)
-    monkeypatch.setattr(SequentialGP, "_unseen_classes", lambda self: None)
+    monkeypatch.setattr(rules, "unseen_classes", lambda model: None)
     tangent = log_density_of_a_stream(nothing)
     assert offline - bounded < 0.5 * (offline - tangent)
     assert bounded > offline - 0.15
@@ -161,7 +162,7 @@ def test_what_is_folded_of_classes_to_come_is_the_bound() -> None:
     lam = torch.cat([(own.alpha + own.beta * mean)[:, :1], bound.lam[:, 1:]], -1).mT
     model.update(X[:0], Y[:0], memory=MemoryOptions(policy="none"), learn=False)
     assert model.classes_seen == (0,)
-    summary = strategy.counted_summary.duals
+    summary = strategy.summary.duals
     assert_close(summary.B, A @ (beta.unsqueeze(-1) * A.mT), 1e-5)
     assert_close(summary.lam, (A @ lam.unsqueeze(-1)).squeeze(-1), 1e-5)
 
@@ -204,7 +205,7 @@ def test_classes_that_have_been_seen() -> None:
     assert model.classes_seen == (0, 2)
     model.update(*second, memory=none, learn=False)
     assert model.classes_seen == (0, 1, 2)
-    assert model._unseen_classes() is None
+    assert rules.unseen_classes(model) is None
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
@@ -317,7 +318,7 @@ def test_what_cannot_be(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         model.update(X[30:], Y[30:], **options)
     assert torch.equal(probabilities(model, X), before)
-    assert model.variational_strategy.summary_share == 1
+    assert model.stream.summary_share == 1
 
 
 def test_gaussian_observations_need_no_replay() -> None:

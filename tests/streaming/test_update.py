@@ -27,6 +27,7 @@ from seqgp import (
     SequentialGP,
 )
 from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.rules import stands_for
 from seqgp.streaming.update import UpdateRecord
 from tests.helpers import make_kernel, make_mean
 
@@ -99,6 +100,12 @@ def stream(
         model.update(X[part], Y[part], memory=memory, learn=False, **batch)
         start += size
     return model
+
+
+def represented(model: SequentialGP) -> Tensor:
+    weights = stands_for(model, model.transformed(model.stream.observations))
+    assert weights is not None
+    return weights
 
 
 def at_once(name: str) -> SequentialGP:
@@ -235,7 +242,7 @@ def test_the_memory_stands_for_the_unexplained_variance_of_others(name: str, mov
     model.covar_module.base_kernel.lengthscale = 0.4
     if moved:
         model.variational_strategy.inducing_points.data += 0.03
-    stands_for = model._stands_for()[..., :4]
+    stands_for = represented(model)[..., :4]
     assert (stands_for > 0).all()
     with torch.no_grad():
         difference = model.bound(tol=1e-10, stands_for=stands_for)[0] - model.bound(tol=1e-10)[0]
@@ -254,7 +261,7 @@ def test_gradients_with_observations_that_stand_for_others() -> None:
     """With respect to inducing points and hyperparameters, by finite differences."""
     model = stream("gaussian", MemoryOptions(capacity=6), [30])
     model.variational_strategy.inducing_points.data += 0.02
-    stands_for = model._stands_for()
+    stands_for = represented(model)
     model.bound(stands_for=stands_for)[0].backward()
     for parameter in model.parameters():
         flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
@@ -628,9 +635,11 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
     ("options", "error", "message"),
     [
         ({"discount": 1.5}, ValueError, "discount: expected a number in"),
-        ({"tol": float("nan")}, ValueError, "tol, steps: expected at least zero"),
-        ({"steps": -1}, ValueError, "tol, steps: expected at least zero"),
-        ({"max_inducing": 3}, ValueError, "max_inducing: expected at least the present"),
+        ({"tol": float("nan")}, ValueError, "tol: expected at least zero"),
+        ({"steps": -1}, ValueError, "steps: expected at least zero"),
+        ({"steps": 1.5}, TypeError, "steps: expected a whole number"),
+        ({"learn": "no"}, TypeError, "learn: expected True or False"),
+        ({"max_inducing": 0}, ValueError, "max_inducing: expected at least one"),
         ({"memory": True}, TypeError, "memory: expected MemoryOptions .* got True"),
         ({"memory": 0.1}, TypeError, r"a share of what has been seen is MemoryOptions\(0.1\)"),
         ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a whole"),

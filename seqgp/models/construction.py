@@ -1,0 +1,283 @@
+"""What a `SequentialGP` is built from: checks, defaults, shapes and inducing points."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from botorch.models.transforms.input import AffineInputTransform, InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.models.utils import validate_input_scaling
+from botorch.models.utils.gpytorch_modules import (
+    get_covar_module_with_dim_scaled_prior,
+    get_gaussian_likelihood_with_lognormal_prior,
+)
+from botorch.models.utils.inducing_point_allocators import (
+    GreedyVarianceReduction,
+    InducingPointAllocator,
+)
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.means import ConstantMean, Mean
+from torch import Tensor
+
+from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.observations import Observations
+from seqgp.validation import (
+    check_coefficients,
+    check_inputs,
+    check_instance,
+    check_targets,
+    check_Y,
+    one_hot_hint,
+)
+
+#: Up to this many inputs, all of them are inducing points by default.
+ALL_INPUTS = 1000
+#: Inducing points by default beyond that, and along a stream.
+STREAM_INDUCING = 200
+
+
+class Parts(NamedTuple):
+    """The parts of a model.
+
+    Attributes:
+        observations: Raw inputs, transformed targets, arguments.
+        likelihood: The likelihood.
+        covar_module: The kernel.
+        mean_module: The mean.
+        inducing_points: ``... x m x d``, in the transformed space.
+        num_latents: Latents of one likelihood, ``None`` for one.
+        num_outputs: The number of outputs.
+        batch_shape: Of the duals, without latents.
+        has_output_dim: Whether the last batch dimension is that of the outputs.
+    """
+
+    observations: Observations
+    likelihood: Likelihood
+    covar_module: Kernel
+    mean_module: Mean
+    inducing_points: Tensor
+    num_latents: int | None
+    num_outputs: int
+    batch_shape: torch.Size
+    has_output_dim: bool
+
+
+def assemble(
+    train_X: Tensor,
+    train_Y: Tensor,
+    train_Yvar: Tensor | None,
+    likelihood: Likelihood | None,
+    covar_module: Kernel | None,
+    mean_module: Mean | None,
+    inducing_points: Tensor | int | None,
+    input_transform: InputTransform | None,
+    outcome_transform: OutcomeTransform | None,
+    allocator: InducingPointAllocator | None,
+    likelihood_arguments: dict[str, Any] | None,
+    coefficients: Tensor | None,
+) -> Parts:
+    """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
+    points = train_X
+    if coefficients is not None:
+        check_coefficients(coefficients, train_X, "train_X")
+        points = train_X[..., 0, :]
+    check_inputs(points, name="train_X")
+    check_Y(points, train_Y, "train_X", "train_Y")
+    for name, part, kind in (
+        ("likelihood", likelihood, Likelihood),
+        ("covar_module", covar_module, Kernel),
+        ("mean_module", mean_module, Mean),
+        ("input_transform", input_transform, InputTransform),
+        ("outcome_transform", outcome_transform, OutcomeTransform),
+    ):
+        check_instance(part, kind, name)
+    if train_Yvar is not None:
+        _check_noise(train_Y, train_Yvar, likelihood)
+    train_X, train_Y = train_X.detach(), train_Y.detach()
+    if not train_Y.is_floating_point():
+        train_Y = train_Y.to(train_X)
+    given_Y = train_Y
+    flat = train_X if coefficients is None else train_X.flatten(-3, -2)
+    with torch.no_grad():
+        X = flat
+        if input_transform is not None:
+            input_transform.train()
+            X = input_transform(flat)
+        if outcome_transform is not None:
+            outcome_transform.train()
+            at = X if coefficients is None else points
+            train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=at)
+    m, batch_shape = train_Y.shape[-1], points.shape[:-2]
+    aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
+    Y, noise = _to_targets(train_Y), None if train_Yvar is None else _to_targets(train_Yvar)
+    if likelihood is None:
+        if noise is None:
+            likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
+        else:
+            likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
+    likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
+    arguments = _arguments(likelihood_arguments or {}, train_Y.shape)
+    if noise is not None:
+        arguments["noise"] = noise
+    latents = _num_latents(likelihood, train_Y)
+    # Modules are shared by the latents: batches have a dimension of size 1 for these.
+    module_shape = aug_batch_shape
+    if latents is not None and batch_shape:
+        module_shape = torch.Size([*batch_shape, 1])
+    observations = _observations(
+        train_X, Y, likelihood, arguments, coefficients, outcome_transform, _to_targets(given_Y)
+    )
+    if covar_module is None:
+        if has_closed_form(likelihood) and coefficients is None:  # which no missing target is
+            validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
+        covar_module = get_covar_module_with_dim_scaled_prior(
+            ard_num_dims=X.shape[-1], batch_shape=module_shape
+        ).to(X)
+    Z = choose_inducing_points(X, inducing_points, covar_module, allocator)
+    if (m > 1 or latents is not None) and Z.dim() > 2:
+        Z = Z.unsqueeze(-3)
+    if input_transform is not None:
+        # Frozen: Z and the past live in the transformed space.
+        for transform in input_transform.modules():
+            if isinstance(transform, AffineInputTransform):
+                transform.learn_coefficients = False
+    if mean_module is None:
+        mean_module = ConstantMean(batch_shape=module_shape)
+    return Parts(
+        observations,
+        likelihood,
+        covar_module,
+        mean_module,
+        Z,
+        latents,
+        m if latents is None else latents,
+        aug_batch_shape,
+        m > 1,
+    )
+
+
+def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:
+    """Raise unless noise variances fit targets and likelihood."""
+    check_instance(train_Yvar, Tensor, "train_Yvar")
+    if train_Yvar.shape != train_Y.shape:
+        raise ValueError(
+            f"train_Yvar: expected the shape of train_Y, {tuple(train_Y.shape)}, got "
+            f"{tuple(train_Yvar.shape)}."
+        )
+    if likelihood is not None and not is_conjugate(likelihood):
+        raise ValueError(
+            "train_Yvar: noise variances are for Gaussian likelihoods, this is a "
+            f"{type(likelihood).__name__}."
+        )
+
+
+def _to_targets(Y: Tensor) -> Tensor:
+    """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
+    return Y.mT if Y.shape[-1] > 1 else Y.squeeze(-1)
+
+
+def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """Per-point arguments ``... [x m] x n``, of which some may be as ``Y`` is."""
+    square = shape[-1] > 1 and shape[-1] == shape[-2]  # which way it is, nobody knows
+    return {
+        key: _to_targets(value)
+        if isinstance(value, Tensor) and value.shape == shape and not square
+        else value
+        for key, value in given.items()
+    }
+
+
+def _num_latents(likelihood: Likelihood, train_Y: Tensor) -> int | None:
+    """How many latent functions a likelihood has, ``None`` for one."""
+    if has_one_latent(likelihood):
+        return None
+    latents: int = getattr(likelihood, "num_features", 0)
+    if not latents:
+        raise ValueError(
+            f"likelihood: {type(likelihood).__name__} has neither one latent function nor "
+            "num_features of them."
+        )
+    if train_Y.shape[-1] > 1:
+        raise ValueError(
+            f"train_Y: {type(likelihood).__name__} takes one column of targets, got "
+            f"{train_Y.shape[-1]}{one_hot_hint(likelihood, train_Y, 'train_Y')}"
+        )
+    return latents
+
+
+def _observations(
+    train_X: Tensor,
+    targets: Tensor,
+    likelihood: Likelihood,
+    arguments: dict[str, Any],
+    coefficients: Tensor | None,
+    outcome_transform: OutcomeTransform | None,
+    given: Tensor,
+) -> Observations:
+    """Checked copies of the data: what the caller does to them later does not matter."""
+    names = ("train_X", "train_Y")
+    try:
+        checked = Observations.checked(
+            train_X, targets, likelihood, arguments, None, coefficients, names=names
+        )
+    except ValueError as error:
+        if outcome_transform is None:
+            raise
+        # Unless what was given is wrong itself, the transform has made it so.
+        points = train_X if coefficients is None else train_X[..., 0, :]
+        check_targets(given, points, likelihood, name="train_Y", **arguments)
+        raise ValueError(
+            f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "
+            f"into what {type(likelihood).__name__} cannot observe; observations that are not "
+            "real numbers are not transformed: leave it out."
+        ) from error
+    return checked.to(torch.clone)
+
+
+def choose_inducing_points(
+    X: Tensor,
+    inducing_points: Tensor | int | None,
+    covar_module: Kernel,
+    allocator: InducingPointAllocator | None,
+) -> Tensor:
+    """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``.
+
+    Args:
+        X: The inputs.
+        inducing_points: The points themselves, their largest number, or ``None`` for the default.
+        covar_module: The kernel.
+        allocator: Chooses them; by default greedily by variance reduction.
+    """
+    if isinstance(inducing_points, Tensor):
+        if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
+            raise ValueError(
+                f"inducing_points: expected shape k x {X.shape[-1]}, got "
+                f"{tuple(inducing_points.shape)}."
+            )
+        return inducing_points
+    if inducing_points is not None and not isinstance(inducing_points, int):
+        raise TypeError(
+            f"inducing_points: expected a tensor or a whole number, got {inducing_points!r:.50}."
+        )
+    n = X.shape[-2]
+    if n == 0:
+        raise ValueError("train_X: without data, pass inducing_points as a tensor.")
+    number = inducing_points
+    if number is None:
+        number = n if n <= ALL_INPUTS else STREAM_INDUCING
+    number = min(n, number)
+    if number < 1:
+        raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
+    if number == n:
+        return X
+    if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
+        covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
+    allocator = GreedyVarianceReduction() if allocator is None else allocator
+    chosen = [
+        allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
+        for x in X.reshape(-1, *X.shape[-2:])
+    ]
+    number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
+    return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])

@@ -1,0 +1,77 @@
+"""What an update needs of a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+import torch
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+
+from seqgp.dual import Sites
+from seqgp.observations import Observations
+from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.state import StreamState
+from seqgp.variational.strategy import DualVariationalStrategy
+
+
+class StreamModel(Protocol):
+    """A model that learns from a stream; `seqgp.SequentialGP` is one."""
+
+    variational_strategy: DualVariationalStrategy
+    likelihood: Likelihood
+    covar_module: Kernel
+    stream: StreamState
+    memory_options: MemoryOptions
+    max_inducing: int
+    inducing_point_allocator: InducingPointAllocator | None
+    training: bool
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The batch shape of the model."""
+        ...
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns of observations."""
+        ...
+
+    def train(self, mode: bool = True) -> Self:
+        """Set train or eval mode."""
+        ...
+
+    def check_not_fantasy(self) -> None:
+        """Raise if the model is a conditioned one."""
+        ...
+
+    def checked(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
+    ) -> Observations:
+        """New observations as the model stores them, checked."""
+        ...
+
+    def transformed(self, observations: Observations) -> Observations:
+        """Stored observations as the strategy sees them."""
+        ...
+
+    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> Tensor:
+        """Converge the sites of the stored observations; returns the bound."""
+        ...
+
+    def bound(
+        self,
+        start: Sites | None = None,
+        tol: float = 1e-8,
+        stands_for: Tensor | None = None,
+        max_steps: int | None = None,
+        exact: bool = False,
+    ) -> tuple[Tensor, Sites]:
+        """The bound of stored observations and summary, maximised over q."""
+        ...
+
+    def constrained_hyperparameters(self) -> dict[str, Tensor]:
+        """All hyperparameters by name."""
+        ...

@@ -1,0 +1,345 @@
+r"""The bound that learning maximises, as a function of hyperparameters and inducing points.
+
+All that is known are sites on functionals of :math:`f`: those of the observations at hand, and
+those that the summary stands for. With its whitened duals :math:`(\lambda_w, B_w)` in the basis
+:math:`L_S` that they were made in, and :math:`B_w = Q \operatorname{diag}(h) Q^T`, the summary is
+exactly :math:`s` sites of precisions :math:`h` and natural means :math:`Q^T \lambda_w` on the
+functionals :math:`C (f(S) - \mu_S)`, :math:`C = Q^T L_S^{-1}`. So it needs no formulas of its own.
+
+The bound maximised over q is the evidence :math:`F` of the converged sites (`seqgp.dual.evidence`)
+plus :math:`\sum_i E_q[\log p(y_i | h_i)] - E_q[\log t_i(h_i)]`. Where the sites have converged, the
+derivative of the latter with respect to q vanishes: it is evaluated, but only parameters of the
+likelihood are differentiated there. Gaussian sites do not depend on q, and :math:`F` plus a
+constant is Titsias' collapsed bound; with inducing points at all inputs it is the evidence of the
+exact GP.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from linear_operator import to_dense
+from torch import Tensor
+
+from seqgp.dual import Batch, Duals, Sites, condition, converge_sites, tie
+from seqgp.dual.evidence import Block, evidence, exact_evidence, gaussian_evidence
+from seqgp.dual.linalg import scaled_cholesky, solve_lower
+from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
+from seqgp.dual.projection import coincident
+from seqgp.likelihoods.expectations import expected_log_prob
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    is_conjugate,
+    observation_noise,
+    precision_floor,
+    summary_noise,
+)
+from seqgp.observations import Observations
+from seqgp.variational.prior_blocks import Forward, contract, functional_variance, joint_prior
+
+
+class Past(NamedTuple):
+    """The summary as sites on functionals ``C (f(S) - mu_S)``.
+
+    Attributes:
+        points: ``... x s x d``, ``S``.
+        mean: ``... x s``, the prior mean there when the sites were made.
+        coefficients: ``... x s x s``, ``C``.
+        sites: ``... x s``; times the noise variance for Gaussian observations.
+        square: ``...``, sum of squared targets of Gaussian observations.
+        number: ``...``, how many observations they stand for.
+    """
+
+    points: Tensor
+    mean: Tensor
+    coefficients: Tensor
+    sites: Sites
+    square: Tensor
+    number: Tensor
+
+
+class Setting(NamedTuple):
+    """What a bound needs to know of the strategy.
+
+    Attributes:
+        forward: The prior.
+        inducing_points: ``... x m x d``.
+        jitter: Relative jitter on the diagonal of ``Kzz``.
+        num_latents: The number of latents of the likelihood, ``None`` for one.
+        past: The summary, if there is one.
+        stays: Whether the inducing points are those of the summary, and are not moved.
+    """
+
+    forward: Forward
+    inducing_points: Tensor
+    jitter: float
+    num_latents: int | None
+    past: Past | None
+    stays: bool
+
+
+def maximised_bound(
+    setting: Setting,
+    data: Observations,
+    likelihood: Likelihood,
+    start: Sites | None = None,
+    tol: float = 1e-8,
+    max_steps: int = 100,
+    stands_for: Tensor | None = None,
+) -> tuple[Tensor, Sites]:
+    """The bound of observations and summary, maximised over q, and the sites at the maximum.
+
+    Args:
+        setting: Prior, inducing points and summary.
+        data: The observations.
+        likelihood: Their likelihood.
+        start: Sites to start from.
+        tol: Relative tolerance for the sites.
+        max_steps: The largest number of passes over the data for the sites.
+        stands_for: ``... [x c] x k``, the summed precision of the folded observations for which
+            each of the first ``k`` observations stands; for Gaussian noise, their number.
+    """
+    Z, past, jitter = setting.inducing_points, setting.past, setting.jitter
+    x, c = _with_latents(data, setting.num_latents)
+    shared = setting.forward(Z[..., :1, :]).batch_shape.numel() == 1
+    s = 0 if past is None or setting.stays else past.points.shape[-2]
+    right = x
+    if s and past is not None:
+        batch = torch.broadcast_shapes(past.points.shape[:-2], x.shape[:-2])
+        right = torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (past.points, x)], -2)
+    prior = joint_prior(setting.forward, Z, right, shared, with_left=True)
+    assert prior.left is not None
+    mean_Z, K = prior.left
+    cross, mean = prior.cross[..., s:], prior.mean[..., s:]
+    if c is None:
+        variance = prior.variance()[..., s:]
+    else:
+        cross, mean = contract(cross, c), contract(mean.unsqueeze(-2), c).squeeze(-2)
+        variance = functional_variance(setting.forward, x, c)
+    mean = _for_each_latent(mean, setting.num_latents)
+    with torch.no_grad():
+        chol = scaled_cholesky(K.detach(), jitter)
+        A = solve_lower(chol, cross.detach())
+    blocks, whitened = [], [A]
+    constant: Tensor = mean.new_zeros(())
+    base: Duals | None = None
+    if past is not None:
+        if setting.stays:
+            diagonal = K.diagonal(dim1=-2, dim2=-1)
+            K_ZS = K_SS = K + torch.diag_embed(jitter * diagonal)
+            mean_S = mean_Z
+        else:
+            K_SS = to_dense(setting.forward(past.points).lazy_covariance_matrix)
+            K_ZS, mean_S = prior.cross[..., :s], prior.mean[..., :s]
+            if not (Z.requires_grad and torch.is_grad_enabled()):
+                # A point that is kept keeps its jitter, so that nothing is lost by keeping it.
+                nugget = coincident(Z, past.points)
+                K_ZS = K_ZS + nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
+        block, constant = _past_block(past, K_ZS, K_SS, mean_S, summary_noise(likelihood))
+        if stands_for is not None:
+            residual = _residual(setting, stands_for, x, c, A, variance, K_SS, cross)
+            noise = summary_noise(likelihood)
+            residual = residual if noise is None else residual / noise.squeeze(-1)
+            constant = constant - 0.5 * residual
+        blocks.append(block)
+        with torch.no_grad():
+            whitened.append(solve_lower(chol, block.cross.detach()))
+            base = tie(whitened[-1], Sites(*(t.detach() for t in block.sites)))
+    if has_closed_form(likelihood) and data.weights is None:
+        site, fit = _gaussian(data, likelihood, mean)
+        blocks.insert(0, Block(cross, variance, site))
+        value = evidence(K, blocks, chol, whitened, jitter).value + constant
+        return value + fit, Sites(*(tensor.detach() for tensor in site))
+    latent_dims = 0 if setting.num_latents is None else 1
+    with torch.no_grad():
+        unexplained = unexplained_variance(A, variance.detach())
+        evaluate = data.evaluate(likelihood, bool(latent_dims))
+        site = converge_sites(
+            Batch(A, unexplained, mean.detach(), evaluate),
+            start,
+            base,
+            is_conjugate(likelihood),
+            latent_dims,
+            precision_floor(likelihood),
+            tol=tol,
+            max_steps=max_steps,
+        )
+    blocks.insert(0, Block(cross, variance, _centred(site, mean)))
+    value, factors = evidence(K, blocks, chol, whitened, jitter)
+    with torch.no_grad():
+        g, v = posterior_mean(A, factors), posterior_variance(A, unexplained, factors)
+    value = value + constant + _follow(site, mean)
+    fit = _fit(data, likelihood, site, mean.detach() + g, g, v, bool(latent_dims))
+    return (value.sum(-1) if latent_dims else value) + fit, site
+
+
+def exact_bound(
+    setting: Setting,
+    data: Observations,
+    likelihood: Likelihood,
+    start: Sites | None = None,
+    tol: float = 1e-8,
+    max_steps: int = 100,
+) -> tuple[Tensor, Sites]:
+    """As `maximised_bound`, with inducing points at all inputs, for log-concave likelihoods.
+
+    Args:
+        setting: Prior and jitter; there must be no summary.
+        data: The observations, of values.
+        likelihood: Their likelihood.
+        start: Sites to start from.
+        tol: Relative tolerance for the sites.
+        max_steps: The largest number of iterations for the sites.
+    """
+    x, _ = _with_latents(data, setting.num_latents)
+    prior = setting.forward(x)
+    K = to_dense(prior.lazy_covariance_matrix)
+    K = K + torch.diag_embed(setting.jitter * K.diagonal(dim1=-2, dim2=-1))
+    mean = _for_each_latent(prior.mean, setting.num_latents)
+    if has_closed_form(likelihood) and data.weights is None:
+        noise = observation_noise(likelihood, len(data), **data.arguments)
+        residual = data.targets - mean
+        value = gaussian_evidence(K, residual, noise.expand_as(residual))
+        site = Sites((residual / noise).detach(), noise.reciprocal().detach().expand_as(residual))
+        return value, site
+    latent_dims = 0 if setting.num_latents is None else 1
+    with torch.no_grad():
+        m0, K0 = mean.detach(), K.detach()
+        evaluate = data.evaluate(likelihood, bool(latent_dims))
+        conditioned, _ = condition(
+            m0,
+            K0,
+            m0,
+            evaluate,
+            is_conjugate(likelihood),
+            latent_dims,
+            precision_floor(likelihood),
+            start,
+            tol=tol,
+            max_steps=max_steps,
+        )
+        site = Sites(conditioned.sites.lam, conditioned.sites.beta.clamp_min(0))
+        g = (K0 @ conditioned.gain.unsqueeze(-1)).squeeze(-1)
+        reduction = conditioned.root @ K0
+        v = K0.diagonal(dim1=-2, dim2=-1) - (conditioned.sign * reduction.square()).sum(-2)
+        v = v.clamp_min(torch.finfo(v.dtype).tiny)
+    value = exact_evidence(K, _centred(site, mean)) + _follow(site, mean)
+    fit = _fit(data, likelihood, site, m0 + g, g, v, bool(latent_dims))
+    return (value.sum(-1) if latent_dims else value) + fit, site
+
+
+def _gaussian(data: Observations, likelihood: Likelihood, mean: Tensor) -> tuple[Sites, Tensor]:
+    """Sites of Gaussian observations, and their part of the bound that does not depend on q."""
+    noise = observation_noise(likelihood, len(data), **data.arguments)
+    residual = data.targets - mean
+    fit = -0.5 * (residual.square() / noise + (2 * math.pi * noise).log()).sum(-1)
+    return Sites(residual / noise, noise.reciprocal().expand_as(residual)), fit
+
+
+def _centred(site: Sites, mean: Tensor) -> Sites:
+    """Fixed sites, centred on a prior mean that moves with the hyperparameters."""
+    return Sites(site.lam + site.beta * (mean.detach() - mean), site.beta)
+
+
+def _follow(site: Sites, mean: Tensor) -> Tensor:
+    """Zero, with the derivative that moving the centre of fixed sites has."""
+    if not mean.requires_grad:
+        return mean.new_zeros(())
+    return (site.lam * (mean - mean.detach())).sum(-1)
+
+
+def _fit(
+    data: Observations,
+    likelihood: Likelihood,
+    site: Sites,
+    mean: Tensor,
+    centred: Tensor,
+    variance: Tensor,
+    several_latents: bool,
+) -> Tensor:
+    """``sum E_q[log p] - E_q[log t]``, differentiable in the likelihood's parameters only."""
+    log_site = site.lam * centred - 0.5 * site.beta * (centred.square() + variance)
+    log_site = log_site.sum(-1)
+    if several_latents:
+        mean, variance, log_site = mean.mT, variance.mT, log_site.sum(-1)
+    learns = any(p.requires_grad for p in likelihood.parameters())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+        log_prob = expected_log_prob(likelihood, data.targets, mean, variance, **data.arguments)
+        log_prob = log_prob if data.weights is None else data.weights * log_prob
+    return log_prob.sum(-1) - log_site
+
+
+def _past_block(
+    past: Past, K_ZS: Tensor, K_SS: Tensor, mean: Tensor, noise: Tensor | None
+) -> tuple[Block, Tensor]:
+    """The summary's functionals and sites, and its part of the bound that q does not enter.
+
+    Args:
+        past: The summary.
+        K_ZS: ``... x m x s``.
+        K_SS: ``... x s x s``.
+        mean: ``... x s``, the prior mean at its points now.
+        noise: ``... x 1``, the noise variance of Gaussian observations.
+    """
+    C, (lam, beta) = past.coefficients, past.sites
+    shift = (C @ (mean - past.mean).unsqueeze(-1)).squeeze(-1)
+    constant = (lam * shift - 0.5 * beta * shift.square()).sum(-1)
+    lam = lam - beta * shift
+    if noise is not None:
+        lam, beta = lam / noise, beta / noise
+        constant = (constant - 0.5 * past.square) / noise.squeeze(-1)
+        constant = constant - 0.5 * past.number * (2 * math.pi * noise.squeeze(-1)).log()
+    variance = ((C @ K_SS) * C).sum(-1)
+    return Block(K_ZS @ C.mT, variance, Sites(lam, beta)), constant
+
+
+def _residual(
+    setting: Setting,
+    stands_for: Tensor,
+    x: Tensor,
+    c: Tensor | None,
+    A: Tensor,
+    variance: Tensor,
+    K_SS: Tensor,
+    cross: Tensor,
+) -> Tensor:
+    r"""What the summary's own points leave unexplained of the observations folded into it.
+
+    The term :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, estimated by observations
+    at hand that stand for those that are not. Without it short lengthscales would look better than
+    they are.
+    """
+    count, past = stands_for.shape[-1], setting.past
+    assert past is not None
+    if setting.stays:
+        chol = scaled_cholesky(K_SS)  # with its jitter already
+        block = cross[..., :count]
+    else:
+        chol = scaled_cholesky(K_SS, setting.jitter)
+        J = 1 if c is None else c.shape[-1]
+        own = None if c is None else c[..., :count, :]
+        shared = K_SS.shape[:-2].numel() == 1
+        block = joint_prior(
+            setting.forward, past.points, x[..., : count * J, :], shared, coefficients=own
+        ).cross
+    explained = solve_lower(chol, block)
+    unexplained = unexplained_variance(explained, variance[..., :count])
+    return (stands_for * unexplained).sum(-1)
+
+
+def _with_latents(data: Observations, num_latents: int | None) -> tuple[Tensor, Tensor | None]:
+    """Points and coefficients, with a batch dimension for the latents if there are several."""
+    x, c = data.points, data.coefficients
+    if num_latents is None:
+        return x, c
+    return x.unsqueeze(-3), None if c is None else c.unsqueeze(-3)
+
+
+def _for_each_latent(mean: Tensor, num_latents: int | None) -> Tensor:
+    """``... [x c] x n`` prior means; one prior may serve all latents."""
+    if num_latents is not None and mean.shape[-2] == 1:
+        return mean.expand(*mean.shape[:-2], num_latents, mean.shape[-1])
+    return mean

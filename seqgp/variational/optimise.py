@@ -1,0 +1,124 @@
+"""Optimisers for hyperparameters: L-BFGS where an objective is exact, Adam where it is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from botorch.optim.closures import ForwardBackwardClosure
+from botorch.optim.core import scipy_minimize
+from linear_operator.utils.errors import NanError, NotPSDError
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+
+Parameters = dict[str, Tensor]
+Bounds = dict[str, tuple[float | None, float | None]]
+
+
+def lbfgs(
+    loss: Callable[[], Tensor],
+    parameters: Parameters,
+    bounds: Bounds,
+    steps: int,
+    tol: float,
+) -> None:
+    """Minimise a loss with L-BFGS-B.
+
+    Args:
+        loss: The loss, a scalar.
+        parameters: What to move, in place.
+        bounds: Bounds of some of them.
+        steps: The largest number of iterations.
+        tol: Stop when an iteration lowers the loss by less than this.
+    """
+    with torch.no_grad():
+        size = abs(float(loss()))
+    options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the loss
+    with warnings.catch_warnings():
+        # Of sites at hyperparameters that are only tried out; those that stay are checked.
+        warnings.simplefilter("ignore", NumericalWarning)
+        closure = ForwardBackwardClosure(loss, parameters)
+        scipy_minimize(closure, parameters, bounds, options=options)
+
+
+def adam(
+    losses: Iterable[Callable[[], Tensor]],
+    parameters: Parameters,
+    bounds: Bounds,
+    learning_rate: float,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+) -> Iterator[Tensor]:
+    """Adam, a step for each loss.
+
+    BoTorch's default kernels and likelihoods are not transformed: their bounds are the optimiser's
+    business, so parameters are brought back into them after each step.
+
+    Args:
+        losses: The loss of each step: all the same, or one for each minibatch.
+        parameters: What to move, in place.
+        bounds: Bounds of some of them.
+        learning_rate: The step size.
+        scheduler: Makes a schedule for it.
+
+    Yields:
+        The loss before each step.
+    """
+    optimizer = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
+    schedule = None if scheduler is None else scheduler(optimizer)
+    for loss in losses:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        clamp_to_bounds(parameters, bounds)
+        if schedule is not None:
+            schedule.step()
+        yield value.detach()
+
+
+def turning_back(
+    objective: Callable[[], Tensor],
+    parameters: Mapping[str, Tensor],
+    forget: Callable[[], None] = lambda: None,
+) -> Callable[[], Tensor]:
+    """An objective to be minimised from which a line search turns back where there is none.
+
+    Hyperparameters without a posterior, a scale of zero say, have a large value and no gradient
+    instead of an error; but at the very first evaluation an error is one.
+
+    Args:
+        objective: May raise.
+        parameters: What the optimiser moves.
+        forget: Called after an error: nothing of where it happened is to be used again.
+    """
+    worst: float | None = None
+
+    def guarded() -> Tensor:
+        nonlocal worst
+        try:
+            value = objective()
+        except (ValueError, FloatingPointError, NanError, NotPSDError):
+            if worst is None:
+                raise
+            forget()
+            return worst + torch.stack([0.0 * p.sum() for p in parameters.values()]).sum()
+        if worst is None:
+            worst = 2 * abs(value.item()) + 1e3
+        return value
+
+    return guarded
+
+
+@torch.no_grad()
+def clamp_to_bounds(parameters: Parameters, bounds: Bounds) -> None:
+    """Bring parameters back into their bounds.
+
+    Args:
+        parameters: The parameters.
+        bounds: Bounds of some of them.
+    """
+    for name, (lower, upper) in bounds.items():
+        if lower is not None or upper is not None:
+            parameters[name].clamp_(lower, upper)

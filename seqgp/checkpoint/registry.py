@@ -26,6 +26,7 @@ from gpytorch.utils import transforms as gt
 from torch import Tensor
 
 from seqgp import likelihoods as sl
+from seqgp.checkpoint.storage import DTYPES, CheckpointError
 from seqgp.streaming.memory import MemoryOptions
 
 #: Where an argument of a constructor is found: an attribute, dots allowed, a function, or nowhere.
@@ -83,7 +84,7 @@ def register(
 
     Example:
         >>> import gpytorch
-        >>> from seqgp.checkpoint.files import register
+        >>> from seqgp.checkpoint import register
         >>> @register
         ... class Periodic(gpytorch.kernels.PeriodicKernel):
         ...     def __init__(self, harmonics=3):
@@ -128,7 +129,7 @@ def describe(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         items = [[describe(k, name), describe(v, f"{name}[{k!r}]")] for k, v in value.items()]
         return {_TAG: "dict", "items": items}
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
     for function_name, function in _FUNCTIONS.items():
         if value is function:
@@ -142,7 +143,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if callable(value) and hasattr(value, "__qualname__"):
             kind = f"the function {value.__qualname__}"
-        raise CannotDescribe(f"{name} is {kind}, which seqgp.checkpoint.files does not know")
+        raise CannotDescribe(f"{name} is {kind}, which checkpoints do not know")
     arguments = {}
     for argument, default in _arguments(part.cls).items():
         found, content = _find(value, argument, part)
@@ -211,23 +212,21 @@ def rebuild(data: Any) -> Any:
         return tuple(items) if kind == "tuple" else torch.Size(items)
     if kind == "dict":
         return {rebuild(key): rebuild(value) for key, value in data["items"]}
-    if kind == "dtype":
-        dtype = getattr(torch, data["name"], None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+    if kind == "dtype" and data["name"] in DTYPES:
+        return DTYPES[data["name"]]
     if kind == "function" and data["name"] in _FUNCTIONS:
         return _FUNCTIONS[data["name"]]
     if kind == "part":
         part = _PARTS.get(data["class"])
         if part is None:
-            raise ValueError(
+            raise CheckpointError(
                 f"The checkpoint holds a {data['class']}, which is not registered: register the "
                 "class with seqgp.checkpoint.register first, or pass like=, a model that is built "
                 "as the saved one was."
             )
         arguments = {key: rebuild(value) for key, value in data["arguments"].items()}
         return part.cls(*map(rebuild, data.get("positional", [])), **arguments)
-    raise ValueError("The checkpoint is damaged, or was written by another version of seqgp.")
+    raise CheckpointError("The checkpoint is damaged, or was written by another version of seqgp.")
 
 
 # -------------------------------------------------------------------------------- is it the same?
@@ -288,7 +287,9 @@ def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = No
 def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]) -> str | None:
     def tensors(module: torch.nn.Module) -> dict[str, Any]:
         held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
-        return {**module._parameters, **module._buffers, **held}
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        return {**dict(parameters), **dict(buffers), **held}
 
     def others(module: torch.nn.Module) -> dict[str, Any]:
         skipped = {"training", "_parameters", "_buffers", "_memoize_cache"}
@@ -300,8 +301,8 @@ def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]
 
     mine, theirs = tensors(a), tensors(b)
     for key in {**mine, **theirs}:
-        shapes = [None if t.get(key) is None else t[key].shape for t in (mine, theirs)]
-        if (key in mine) != (key in theirs) or shapes[0] != shapes[1]:
+        shapes = [t[key].shape if key in t else None for t in (mine, theirs)]
+        if shapes[0] != shapes[1]:
             return f"{name}.{key}"
     return difference(others(a), others(b), name, seen)
 

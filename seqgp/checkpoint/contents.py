@@ -1,10 +1,9 @@
-"""Checkpoints: a model on disk, with everything that its stream needs to go on.
+"""What is saved of a model, and how a model is restored from it.
 
-A file holds tensors, numbers and strings. It is written beside its place, flushed to the disk and
-then renamed, so that there is always a whole one; it is read by ``torch.load(weights_only=True)``,
-which executes nothing. What the model consists of is described by `seqgp.checkpoint.registry`; a
-model with parts that are not known there is loaded with ``like=``, a model that the user has built
-in the same way.
+A checkpoint holds everything that a stream needs to continue, as tensors, numbers and strings; how
+these are written and read is the subject of `seqgp.checkpoint.storage`. What the model consists of
+is described by `seqgp.checkpoint.registry`; a model with parts that are not known there is loaded
+with ``like=``, a model that the user has built in the same way.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import copy
 import logging
 import os
 import random
-import secrets
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import gpytorch
@@ -23,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqgp._version import __version__
+from seqgp.checkpoint import storage
+from seqgp.checkpoint.limits import AllocationLimit
 from seqgp.checkpoint.registry import (
     CannotDescribe,
     describe,
@@ -32,25 +31,46 @@ from seqgp.checkpoint.registry import (
     rebuild,
     register,
 )
+from seqgp.checkpoint.storage import CheckpointError
 from seqgp.dual import Sites
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
 from seqgp.streaming.update import UpdateRecord
 from seqgp.variational.strategy import DualVariationalStrategy, _Observed
 
-__all__ = ["load", "load_extra", "register", "save"]
+__all__ = ["load", "load_extra", "save"]
 
 register(UpdateRecord)  # so that `seqgp.plots.history` can draw what was before, too
 
-_FORMAT, _VERSION = "seqgp checkpoint", 1
+_VERSION = 2
 _LOG = logging.getLogger(__name__)
 
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
+#: What a checkpoint holds.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "class": str,
+    "parts": (dict, type(None)),
+    "reason": (str, type(None)),
+    "modules": dict,
+    "training": dict,
+    "parameters": dict,
+    "buffers": dict,
+    "held": dict,
+    "attributes": dict,
+    "left_out": dict,
+    "observed": (dict, type(None)),
+    "random": dict,
+    "extra": dict,
+}
+#: How many elements the tensors may have that are made while a model is built: so many, and so many
+#: for each byte of the file. Ours take less than one for each byte.
+_FREE_ELEMENTS, _ELEMENTS_PER_BYTE = 10**7, 16
 #: Attributes that are not saved, since they are made anew or saved otherwise.
+_RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
-    *vars(gpytorch.Module()),
+    *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
 }
 
@@ -94,16 +114,15 @@ def save(
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
             "BatchOptimizer has a state_dict()."
         )
-    path = Path(os.path.realpath(os.fspath(path)))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path: the directory {path.parent} does not exist; create it.")
     try:
         described_extra = describe(dict(extra or {}), "extra")
     except CannotDescribe as error:
         raise TypeError(
             f"extra: expected numbers, strings, tensors, lists, tuples and dictionaries; {error}."
         ) from None
-    _write({**_content(model), "extra": described_extra}, path)
+    except RecursionError:
+        raise ValueError("extra: it is nested too deeply, or it contains itself.") from None
+    storage.write({**_content(model), "extra": described_extra}, path, _VERSION)
     _LOG.debug("saved %s to %s", type(model).__name__, path)
 
 
@@ -129,6 +148,11 @@ def load(
     Returns:
         The model.
 
+    Raises:
+        CheckpointError: If the file is not a valid checkpoint: something else, damaged, of another
+            version. Or if its model has parts of your own and ``like`` is missing.
+        OSError: If the file cannot be read.
+
     Example:
         >>> import tempfile, torch, seqgp
         >>> from gpytorch.kernels import RBFKernel
@@ -146,8 +170,10 @@ def load(
         raise TypeError(f"dtype: expected one of torch's, as torch.float32, got {dtype!r}.")
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
-        model: Any = _build(content) if like is None else _copy_of(like, content)
-    _restore(model, content)
+        model: Any = None if like is None else _copy_of(like, content)
+        with _building_from(path):
+            model = _build(content) if model is None else model
+            _restore(model, content)
     if like is not None and device is None:
         device = next((p.device for p in like.parameters()), None)
     if device is not None:
@@ -155,7 +181,8 @@ def load(
     if dtype is not None:
         model.to(dtype=dtype)
     if random_state:
-        _set_random_state(content["random"])
+        with _building_from(path):
+            _set_random_state(content["random"])
     return model
 
 
@@ -167,7 +194,7 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Example:
         >>> import tempfile, torch, seqgp
-        >>> from seqgp.checkpoint.files import load_extra
+        >>> from seqgp.checkpoint import load_extra
         >>> X = torch.linspace(-1.6, 1.6, 20, dtype=torch.double).unsqueeze(-1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     model = seqgp.SequentialGP((X + 1.6) / 3.2, X)
@@ -175,7 +202,11 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         ...     load_extra(f"{directory}/model.pt")
         {'next batch': 7}
     """
-    extra: dict[str, Any] = rebuild(_read(path)["extra"])
+    content = _read(path)
+    with _building_from(path):
+        extra = rebuild(content["extra"])
+        if not isinstance(extra, dict):
+            raise CheckpointError("Its extra is not a dictionary.")
     return extra
 
 
@@ -192,9 +223,6 @@ def _content(model: torch.nn.Module) -> dict[str, Any]:
         _LOG.info("%s: seqgp.load will need like=", reason)
     attributes, left_out = _describe_attributes(model)
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "written_by": __version__,
         "class": name_of(type(model)),
         "parts": parts,
         "reason": reason,
@@ -293,17 +321,46 @@ def _describe_observed(model: Any) -> dict[str, Any] | None:
 # -------------------------------------------------------------------------------- and loaded
 
 
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a file, with all that belongs to it."""
+    content = storage.read(path, _VERSION)
+    for field, types in _FIELDS.items():
+        if not isinstance(content, dict) or not isinstance(content.get(field), types):
+            raise CheckpointError(
+                f"{os.fspath(path)} is not a valid checkpoint: {field} is missing, or not what it "
+                "should be."
+            )
+    return content
+
+
+@contextmanager
+def _building_from(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Where what a file says is made use of: it may be wrong in any way, or ask for too much."""
+    limit = _FREE_ELEMENTS + _ELEMENTS_PER_BYTE * os.path.getsize(path)
+    try:
+        with AllocationLimit(limit):
+            yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error.__cause__
+    except Exception as error:
+        raise CheckpointError(
+            f"{os.fspath(path)}: what the checkpoint describes cannot be built "
+            f"({type(error).__name__}: {error}). It was not written by seqgp.save, or by another "
+            "version of seqgp, GPyTorch or BoTorch."
+        ) from error
+
+
 def _build(content: dict[str, Any]) -> SequentialGP:
     """A `SequentialGP` of the saved parts, without data."""
     if content["parts"] is None:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint does not say how to build its model: {content['reason']}. Pass like=, "
             "a model that is built as the saved one was, or make classes of your own known with "
             "seqgp.checkpoint.register before saving."
         )
     missing = [f"{n}.{key}".lstrip(".") for n, keys in content["left_out"].items() for key in keys]
     if missing:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint does not hold {', '.join(missing)}, which cannot be described: pass "
             "like=, a model that has them."
         )
@@ -327,6 +384,9 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     for name in _SET:
         if parts[name] is not None:
             setattr(model, name, parts[name])
+    for name, buffer in model.variational_strategy.named_buffers(prefix="variational_strategy"):
+        if name in content["buffers"]:  # dimensions of batches may be missing, or added
+            torch.broadcast_shapes(content["buffers"][name].shape, buffer.shape)
     return model
 
 
@@ -356,14 +416,15 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     parameters, saved = dict(model.named_parameters()), content["parameters"]
     if parameters.keys() != saved.keys():
         names = sorted(parameters.keys() ^ saved.keys())
-        raise ValueError(
+        raise CheckpointError(
             f"The model and the checkpoint do not have the same parameters: {', '.join(names)} "
             "belong to one of them only. Build the model as the saved one was."
         )
     for name, parameter in parameters.items():
         value = saved[name]["value"]
-        if value.shape != parameter.shape and not name.endswith("inducing_points"):
-            raise ValueError(
+        _require(isinstance(value, Tensor), name)
+        if not _fits(value, parameter, inducing_points=name.endswith("inducing_points")):
+            raise CheckpointError(
                 f"{name}: the checkpoint has shape {tuple(value.shape)}, the model "
                 f"{tuple(parameter.shape)}. Build the model as the saved one was."
             )
@@ -372,11 +433,14 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     for kind in ("buffers", "held"):
         for name, value in content[kind].items():
             owner, _, key = name.rpartition(".")
+            _require(isinstance(value, Tensor) and key not in _RESERVED, name)
             into: Any = modules[owner]._buffers if kind == "buffers" else vars(modules[owner])
             into[key] = value
     for name, attributes in content["attributes"].items():
+        _require(not attributes.keys() & _INTERNAL, name)
         modules[name].__dict__.update({key: rebuild(value) for key, value in attributes.items()})
     for name, training in content["training"].items():
+        _require(isinstance(training, bool), name)
         modules[name].training = training
     strategy: DualVariationalStrategy = model.variational_strategy
     strategy.clear_cache()
@@ -388,6 +452,19 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
         )
         sites = Sites(fields["lam"], fields["beta"])
         strategy._observed = _Observed(data, sites, fields["prior_mean"])
+
+
+def _fits(value: Tensor, parameter: Tensor, inducing_points: bool) -> bool:
+    """Whether a value has the shape of a parameter; inducing points are of any number."""
+    if inducing_points:
+        return value.dim() >= 2 and value.shape[-1] == parameter.shape[-1]
+    return value.shape == parameter.shape
+
+
+def _require(condition: bool, name: str) -> None:
+    """Raise unless something in a checkpoint is what it should be."""
+    if not condition:
+        raise CheckpointError(f"{name or 'the model'} is not what it should be.")
 
 
 # -------------------------------------------------------------------------------- random numbers
@@ -404,56 +481,17 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
+    """Set all generators, or none of them if there is anything wrong."""
+    numpy_state, python_state = rebuild(state["numpy"]), rebuild(state["python"])
+    kind, keys, position, *_ = numpy_state
+    # NumPy reads beyond its memory if the position is wrong.
+    if kind != "MT19937" or len(keys) != 624 or not 0 <= position <= 624:
+        raise CheckpointError("The state of NumPy's random number generator is not valid.")
+    torch.Generator().set_state(state["torch"])  # on generators that nobody uses, first
+    np.random.RandomState().set_state(numpy_state)
+    random.Random().setstate(python_state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    np.random.set_state(rebuild(state["numpy"]))  # noqa: NPY002
-    random.setstate(rebuild(state["python"]))
-
-
-# -------------------------------------------------------------------------------- files
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    """Beside its place, to the disk, and then into place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name itself, where directories can be flushed
-        directory = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file, as far as it can be told to be a checkpoint."""
-    with open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # an unpickler fails on other files in any way that there is
-            raise ValueError(
-                f"{os.fspath(path)} is not a checkpoint of seqgp, or it is damaged: write one with "
-                "seqgp.save. (Models that were pickled, by torch.save(model), are not read, since "
-                "pickles can execute anything.)"
-            ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{os.fspath(path)} holds something else than a checkpoint of seqgp; a state_dict goes "
-            "into model.load_state_dict."
-        )
-    if content["version"] != _VERSION:
-        raise ValueError(
-            f"{os.fspath(path)} was written by seqgp {content['written_by']}, in version "
-            f"{content['version']} of the format; this is seqgp {__version__}, which reads version "
-            f"{_VERSION}."
-        )
-    return content
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    random.setstate(python_state)

@@ -65,9 +65,10 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "extra": dict,
 }
 #: How many elements the tensors may have that are made while a model is built: so many, and so many
-#: for each byte of the file. Ours take less than one for each byte.
+#: for each byte of the file. Models of our own take less than one for each byte.
 _FREE_ELEMENTS, _ELEMENTS_PER_BYTE = 10**7, 16
 #: Attributes that are not saved, since they are made anew or saved otherwise.
+_NUMBER = int | float
 _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
@@ -166,8 +167,10 @@ def load(
         >>> model.posterior(X.float()).mean.dtype, model.num_data
         (torch.float32, 20)
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected one of torch's, as torch.float32, got {dtype!r}.")
+    if device is not None:
+        torch.empty(0, device=device)  # which raises if there is no such device
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
         model: Any = None if like is None else _copy_of(like, content)
@@ -176,10 +179,11 @@ def load(
             _restore(model, content)
     if like is not None and device is None:
         device = next((p.device for p in like.parameters()), None)
-    if device is not None:
-        model.to(device=device)
-    if dtype is not None:
-        model.to(dtype=dtype)
+    with _building_from(path):
+        if device is not None:
+            model.to(device=device)
+        if dtype is not None:
+            model.to(dtype=dtype)
     if random_state:
         with _building_from(path):
             _set_random_state(content["random"])
@@ -324,12 +328,10 @@ def _describe_observed(model: Any) -> dict[str, Any] | None:
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a file, with all that belongs to it."""
     content = storage.read(path, _VERSION)
-    for field, types in _FIELDS.items():
-        if not isinstance(content, dict) or not isinstance(content.get(field), types):
-            raise CheckpointError(
-                f"{os.fspath(path)} is not a valid checkpoint: {field} is missing, or not what it "
-                "should be."
-            )
+    with _building_from(path):
+        for field, types in _FIELDS.items():
+            _require(isinstance(content[field], types), field)
+        _require(all(isinstance(name, str) for name in content["modules"].values()), "modules")
     return content
 
 
@@ -342,6 +344,8 @@ def _building_from(path: str | os.PathLike[str]) -> Iterator[None]:
             yield
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error.__cause__
+    except torch.cuda.OutOfMemoryError:  # which is not the fault of the file
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{os.fspath(path)}: what the checkpoint describes cannot be built "
@@ -370,11 +374,14 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     Z_name = "variational_strategy.inducing_points"
     learns_Z = Z_name in content["parameters"]
     Z = content["parameters"][Z_name]["value"] if learns_Z else content["buffers"][Z_name]
+    for name, rows in {"targets": targets, **attributes["likelihood_arguments"]}.items():
+        _require(rows.shape[-1] == X.shape[-2], name)
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
     model = SequentialGP(
         X[..., :0, :],
         X.new_empty(*X.shape[:-2], 0, outputs),
-        inducing_points=Z.reshape(-1, *Z.shape[-2:])[0].to(X),
+        # One is enough, since all are restored; of many, a posterior would be computed in vain.
+        inducing_points=Z.reshape(-1, *Z.shape[-2:])[0, :1].to(X),
         learn_inducing_points=learns_Z,
         likelihood_arguments={
             key: value[..., :0] for key, value in attributes["likelihood_arguments"].items()
@@ -384,9 +391,14 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     for name in _SET:
         if parts[name] is not None:
             setattr(model, name, parts[name])
-    for name, buffer in model.variational_strategy.named_buffers(prefix="variational_strategy"):
-        if name in content["buffers"]:  # dimensions of batches may be missing, or added
-            torch.broadcast_shapes(content["buffers"][name].shape, buffer.shape)
+    for name, buffer in model.named_buffers():
+        saved = content["buffers"].get(name)
+        if isinstance(saved, Tensor) and name.startswith("variational_strategy."):
+            # The one point stands for all of them. Batch dimensions may be missing, or added.
+            sizes = zip(reversed(saved.shape), reversed(buffer.shape), strict=False)
+            _require(all(size in (1, own, Z.shape[-2]) for size, own in sizes), name)
+        elif isinstance(saved, Tensor):
+            _require(saved.shape == buffer.shape, name)
     return model
 
 
@@ -438,7 +450,11 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
             into[key] = value
     for name, attributes in content["attributes"].items():
         _require(not attributes.keys() & _INTERNAL, name)
-        modules[name].__dict__.update({key: rebuild(value) for key, value in attributes.items()})
+        own = modules[name].__dict__
+        for key, value in attributes.items():
+            rebuilt = rebuild(value)
+            _require(_is_alike(rebuilt, own.get(key)), f"{name}.{key}".lstrip("."))
+            own[key] = rebuilt
     for name, training in content["training"].items():
         _require(isinstance(training, bool), name)
         modules[name].training = training
@@ -459,6 +475,13 @@ def _fits(value: Tensor, parameter: Tensor, inducing_points: bool) -> bool:
     if inducing_points:
         return value.dim() >= 2 and value.shape[-1] == parameter.shape[-1]
     return value.shape == parameter.shape
+
+
+def _is_alike(value: Any, own: Any) -> bool:
+    """Whether an attribute is of the kind of that of the model, as far as that has one."""
+    if value is None or own is None or (isinstance(value, _NUMBER) and isinstance(own, _NUMBER)):
+        return True
+    return type(value) is type(own)
 
 
 def _require(condition: bool, name: str) -> None:

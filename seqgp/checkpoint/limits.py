@@ -7,19 +7,24 @@ constructor checks that, so the tensors that constructors make are counted, befo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from seqgp.checkpoint.storage import CheckpointError
 
-#: Makers of tensors that are told numbers of elements, not a shape.
-_COUNTED = {"eye", "randperm", "tril_indices", "triu_indices"}
+#: Makers of tensors whose arguments are sizes, one by one or as a list.
+_SIZED = {
+    *("empty", "eye", "ones", "rand", "randn", "randperm", "tril_indices", "triu_indices", "zeros"),
+    *("broadcast_to", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "tile"),
+}
+#: Makers of tensors with a list of sizes, among other arguments.
+_SHAPED = {"empty_strided", "full", "new_empty_strided", "new_full", "normal", "randint"}
 
 
-class AllocationLimit(TorchDispatchMode):
+class AllocationLimit(TorchFunctionMode):
     """Raise a `CheckpointError` inside of it before tensors of too many elements are made.
 
     Counted are the elements of all tensors that are made from a shape, temporary ones included.
@@ -40,11 +45,11 @@ class AllocationLimit(TorchDispatchMode):
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self._left = elements
+        self.left = elements
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
-        func: Any,
+        func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -52,30 +57,44 @@ class AllocationLimit(TorchDispatchMode):
         """Count, then call.
 
         Args:
-            func: An operation of torch.
+            func: A function of torch.
             types: Of its tensors.
             args: Its arguments.
             kwargs: Its keyword arguments.
         """
-        self._left -= _num_elements(func.overloadpacket.__name__, args)
-        if self._left < 0:
+        kwargs = kwargs or {}
+        self.left -= _num_elements(getattr(func, "__name__", ""), args, kwargs)
+        if self.left < 0:
             raise CheckpointError("The checkpoint describes tensors with too many elements.")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def _num_elements(name: str, args: tuple[Any, ...]) -> int:
-    """At most how many elements the result of an operation has, as far as arguments tell."""
+def _num_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """At most how many elements the tensor has that a function makes; 0 if it makes none."""
+    values = (*args, *kwargs.values())
     if name == "arange":
-        start, end = (0, args[0]) if len(args) == 1 else args[:2]
-        step = args[2] if len(args) > 2 else 1
+        start, end, step = _range_of(*(value for value in values if type(value) in (int, float)))
         return math.ceil(abs((end - start) / step))
     if name in ("linspace", "logspace"):
-        return int(args[2])
-    if name in _COUNTED:
-        return math.prod(n for n in args if type(n) is int)
-    for value in args:
-        # The first list of numbers is a shape; strides follow.
-        if isinstance(value, list | tuple) and all(type(size) is int for size in value):
-            times = args[0].numel() if name == "repeat" and isinstance(args[0], Tensor) else 1
-            return times * math.prod(abs(size) for size in value)
+        return int(kwargs["steps"] if "steps" in kwargs else args[2])
+    if name in _SIZED:
+        times = args[0].numel() if name in ("repeat", "tile") else 1
+        return times * math.prod(abs(size) for size in _sizes(values))
+    if name in _SHAPED:
+        shapes = (value for value in values if isinstance(value, list | tuple))
+        return math.prod(abs(size) for size in next(shapes, ()))
     return 0
+
+
+def _range_of(first: float, second: float | None = None, step: float = 1) -> tuple[float, ...]:
+    """Start, end and step of what is given to ``arange``."""
+    return (0, first, step) if second is None else (first, second, step)
+
+
+def _sizes(values: Iterable[Any]) -> Iterator[int]:
+    """All whole numbers in arguments, and in lists of them."""
+    for value in values:
+        if type(value) is int:
+            yield value
+        elif isinstance(value, list | tuple) and not isinstance(value, Tensor):
+            yield from _sizes(value)

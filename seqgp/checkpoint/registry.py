@@ -225,6 +225,8 @@ def rebuild(data: Any) -> Any:
                 "as the saved one was."
             )
         arguments = {key: rebuild(value) for key, value in data["arguments"].items()}
+        if part.keywords is None and not arguments.keys() <= _arguments(part.cls).keys():
+            raise CheckpointError(f"The checkpoint has unknown arguments of a {data['class']}.")
         return part.cls(*map(rebuild, data.get("positional", [])), **arguments)
     raise CheckpointError("The checkpoint is damaged, or was written by another version of seqgp.")
 

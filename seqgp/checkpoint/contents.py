@@ -65,21 +65,22 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "extra": dict,
 }
 #: How many elements the tensors may have that are made while a model is built: so many, and so many
-#: for each byte of the file. Models of our own take less than one for each byte.
-_FREE_ELEMENTS, _ELEMENTS_PER_BYTE = 10**7, 16
-#: Attributes that are not saved, since they are made anew or saved otherwise.
-_NUMBER = int | float
+#: for each element in the file. Models of our own take less than one.
+_FREE_ELEMENTS, _ELEMENTS_PER_SAVED_ONE = 10**7, 16
+#: Attributes that every module has.
 _RESERVED = set(vars(gpytorch.Module()))
+#: Attributes that are not saved, since they are made anew or saved otherwise.
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
 }
+_NUMBER = int | float
 
 
 def save(
     model: torch.nn.Module, path: str | os.PathLike[str], extra: dict[str, Any] | None = None
 ) -> None:
-    """Write a model to a file, from which `load` makes one that goes on in the same way.
+    """Write a model to a file, from which `load` restores one that continues identically.
 
     Saved are hyperparameters, inducing points, the posterior and the summary, the memory and its
     weights, the likelihood, the transforms, the options and counts of the stream, and the state of
@@ -87,15 +88,20 @@ def save(
     outlives it; the state of one of your own can be in ``extra``.) A stream that is saved after an
     update, killed, loaded and continued gives the same results as one that was not, bit by bit.
 
-    The file is replaced as a whole or not at all, even if the process is killed meanwhile.
+    The file is replaced as a whole or not at all, even if the process is killed meanwhile. It keeps
+    its mode.
 
     Args:
         model: A `SequentialGP`, conditioned or not, or any GPyTorch model whose variational
             strategy is a `DualVariationalStrategy`.
-        path: Where to. The directory has to exist.
+        path: The file. Its directory has to exist.
         extra: More to save: numbers, strings, tensors, and lists, tuples and dictionaries of these
             (the number of the next batch, ``optimizer.state_dict()``), and records of updates.
             `load_extra` returns it.
+
+    Raises:
+        TypeError: If the model or ``extra`` cannot be saved.
+        OSError: If the file cannot be written. The old one, if there is one, is intact.
 
     Example:
         >>> import tempfile, torch, seqgp
@@ -134,7 +140,7 @@ def load(
     dtype: torch.dtype | None = None,
     random_state: bool = False,
 ) -> Any:
-    """The model that `save` wrote.
+    """Load the model that `save` wrote.
 
     Args:
         path: The file. Nothing in it is executed.
@@ -143,8 +149,8 @@ def load(
             `seqgp.checkpoint.register`). It is copied, not changed.
         device: Where to put the model; by default where ``like`` is, or the CPU.
         dtype: Its precision; by default as it was saved. Results then agree within that precision.
-        random_state: Whether the random number generators of torch, NumPy and Python go on from
-            where they were, too. A stream needs that only if your own code draws from them.
+        random_state: Whether to restore the random number generators of torch, NumPy and Python,
+            too. A stream needs that only if your own code draws from them.
 
     Returns:
         The model.
@@ -174,27 +180,30 @@ def load(
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
         model: Any = None if like is None else _copy_of(like, content)
-        with _building_from(path):
+        with _building_from(path, content):
             model = _build(content) if model is None else model
             _restore(model, content)
     if like is not None and device is None:
         device = next((p.device for p in like.parameters()), None)
-    with _building_from(path):
+    with _building_from(path, content):
         if device is not None:
             model.to(device=device)
         if dtype is not None:
             model.to(dtype=dtype)
     if random_state:
-        with _building_from(path):
+        with _building_from(path, content):
             _set_random_state(content["random"])
     return model
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was given to `save` as ``extra``.
+    """Load what was given to `save` as ``extra``.
 
     Args:
-        path: The file.
+        path: The file. Nothing in it is executed.
+
+    Raises:
+        CheckpointError: If the file is not a valid checkpoint.
 
     Example:
         >>> import tempfile, torch, seqgp
@@ -207,7 +216,7 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         {'next batch': 7}
     """
     content = _read(path)
-    with _building_from(path):
+    with _building_from(path, content):
         extra = rebuild(content["extra"])
         if not isinstance(extra, dict):
             raise CheckpointError("Its extra is not a dictionary.")
@@ -322,23 +331,31 @@ def _describe_observed(model: Any) -> dict[str, Any] | None:
     return {key: describe(value, key) for key, value in fields.items()}
 
 
-# -------------------------------------------------------------------------------- and loaded
+# -------------------------------------------------------------------------------- what is loaded
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a file, with all that belongs to it."""
     content = storage.read(path, _VERSION)
-    with _building_from(path):
+    with _building_from(path, content):
         for field, types in _FIELDS.items():
             _require(isinstance(content[field], types), field)
         _require(all(isinstance(name, str) for name in content["modules"].values()), "modules")
     return content
 
 
+def _num_elements(content: Any) -> int:
+    """How many elements the tensors in a structure have."""
+    if isinstance(content, Tensor):
+        return content.numel()
+    values = content.values() if isinstance(content, dict) else content
+    return sum(map(_num_elements, values)) if isinstance(content, dict | list) else 0
+
+
 @contextmanager
-def _building_from(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Where what a file says is made use of: it may be wrong in any way, or ask for too much."""
-    limit = _FREE_ELEMENTS + _ELEMENTS_PER_BYTE * os.path.getsize(path)
+def _building_from(path: str | os.PathLike[str], content: Any) -> Iterator[None]:
+    """Where the content of a file is used: it may be wrong in any way, or ask for too much."""
+    limit = _FREE_ELEMENTS + _ELEMENTS_PER_SAVED_ONE * _num_elements(content)
     try:
         with AllocationLimit(limit):
             yield

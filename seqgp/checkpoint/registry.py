@@ -29,7 +29,7 @@ from seqgp import likelihoods as sl
 from seqgp.checkpoint.storage import DTYPES, CheckpointError
 from seqgp.streaming.memory import MemoryOptions
 
-#: Where an argument of a constructor is found: an attribute, dots allowed, a function, or nowhere.
+#: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
 Where = str | Callable[[Any], Any] | None
 
 _TAG = "__"
@@ -45,11 +45,11 @@ _FUNCTIONS = {
 
 
 class CannotDescribe(TypeError):
-    """Something has no description as plain data."""
+    """Something cannot be described as plain data."""
 
 
 class _Part(NamedTuple):
-    """How to make an object of a class again."""
+    """How to rebuild an object of a class."""
 
     cls: type
     where: Mapping[str, Where]
@@ -68,16 +68,17 @@ def register(
 ) -> type:
     """Let checkpoints describe and rebuild objects of a class of your own.
 
-    An argument of the constructor is looked for in the attribute of the same name, or of that name
-    after an underscore; a constraint in ``raw_...``, as GPyTorch names them. What cannot be found
-    is left at its default. `save` checks that what would be rebuilt is the same. Also a decorator.
+    An argument of the constructor is looked for in the attribute of the same name, with or without
+    an underscore before it; a constraint in ``raw_...``, as GPyTorch names them. What is not found
+    is left at its default. `save` checks that the rebuilt object is the same. It can be used as a
+    decorator.
 
     Args:
         cls: The class. Its tensors (parameters, buffers) need not be arguments.
         where: For arguments that are found elsewhere: an attribute, or a function of the object;
             ``None`` for arguments that are left at their defaults.
         positional: The attribute that holds ``*args``, if there are any.
-        keywords: The attribute that holds ``**kwargs``, if they are parts with names.
+        keywords: The attribute that holds ``**kwargs``, if these are named parts.
 
     Returns:
         The class.
@@ -99,15 +100,15 @@ def name_of(cls: type) -> str:
     """The name by which a class is known in files."""
     root = cls.__module__.partition(".")[0]
     if root in ("gpytorch", "botorch", "seqgp", "torch"):
-        return f"{root}.{cls.__qualname__}"  # whichever file of the package it is in
+        return f"{root}.{cls.__qualname__}"  # wherever in the package it is defined
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# -------------------------------------------------------------------------------- to plain data
+# -------------------------------------------------------------------------------- describe
 
 
 def describe(value: Any, name: str) -> Any:
-    """A value as numbers, strings, lists, dictionaries and tensors.
+    """Describe a value by numbers, strings, lists, dictionaries and tensors.
 
     Args:
         value: The value.
@@ -160,7 +161,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type) -> dict[str, Any]:
-    """The constructor's arguments, those that it hands on to its bases included, and defaults."""
+    """The arguments of a constructor, including those that it passes to its bases, and defaults."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base in (torch.nn.Module, object):
@@ -174,7 +175,7 @@ def _arguments(cls: type) -> dict[str, Any]:
 
 
 def _find(value: Any, argument: str, part: _Part) -> tuple[bool, Any]:
-    """Whether an object tells what an argument of its constructor was, and what it was."""
+    """Whether an object knows an argument of its constructor, and the argument."""
     where = part.where.get(argument, "")
     if where is None:
         return False, None
@@ -193,14 +194,14 @@ def _find(value: Any, argument: str, part: _Part) -> tuple[bool, Any]:
     return False, None
 
 
-# -------------------------------------------------------------------------------- and back
+# -------------------------------------------------------------------------------- rebuild
 
 
 def rebuild(data: Any) -> Any:
-    """What `describe` described.
+    """Rebuild a value from its description.
 
     Args:
-        data: Its description.
+        data: What `describe` returned.
     """
     if isinstance(data, list):
         return [rebuild(item) for item in data]
@@ -231,17 +232,22 @@ def rebuild(data: Any) -> Any:
     raise CheckpointError("The checkpoint is damaged, or was written by another version of seqgp.")
 
 
-# -------------------------------------------------------------------------------- is it the same?
+# -------------------------------------------------------------------------------- compare
 
 
 def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = None) -> str | None:
-    """Where two objects differ, or ``None``; tensors of modules may, since they are saved.
+    """Find where two objects differ, if they do.
+
+    Tensors of modules are compared by shape only, since their values are saved separately.
 
     Args:
-        a: One.
-        b: The other.
+        a: The first object.
+        b: The second one.
         name: What to call them.
-        seen: Pairs that are being compared.
+        seen: Pairs that are being compared, by their identities.
+
+    Returns:
+        The name of the first difference, or ``None``.
     """
     seen = set() if seen is None else seen
     if a is b or (id(a), id(b)) in seen:
@@ -309,7 +315,7 @@ def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]
     return difference(others(a), others(b), name, seen)
 
 
-# -------------------------------------------------------------------------------- what is known
+# -------------------------------------------------------------------------------- known classes
 
 
 def _shape_of(attribute: str, dims: int = 1) -> Callable[[Any], torch.Size]:
@@ -318,7 +324,7 @@ def _shape_of(attribute: str, dims: int = 1) -> Callable[[Any], torch.Size]:
 
 
 def _initial_value(constraint: gc.Interval) -> Tensor | None:
-    """What a constraint was made with; it keeps the value before its transform."""
+    """The initial value that a constraint was given; it stores the raw one."""
     value = constraint.initial_value
     return None if value is None else constraint.transform(value)
 

@@ -65,6 +65,9 @@ DTYPES: dict[str, torch.dtype] = {
     for dtype in (
         torch.bool,
         torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
         torch.int8,
         torch.int16,
         torch.int32,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqgp import plots
 from seqgp._version import __version__
-from seqgp.checkpoint.files import load, save
+from seqgp.checkpoint import load, save
 from seqgp.likelihoods import (
     BinomialLikelihood,
     OrdinalLikelihood,

@@ -22,7 +22,7 @@ from gpytorch.likelihoods import PoissonLikelihood
 from torch import Tensor
 
 import seqgp
-from seqgp.checkpoint.files import load_extra
+from seqgp.checkpoint import load_extra
 from seqgp.streaming import MemoryOptions
 from tutorials import common
 

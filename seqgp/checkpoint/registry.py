@@ -26,9 +26,10 @@ from gpytorch.utils import transforms as gt
 from torch import Tensor
 
 from seqgp import likelihoods as sl
+from seqgp.checkpoint.storage import DTYPES, CheckpointError
 from seqgp.streaming.memory import MemoryOptions
 
-#: Where an argument of a constructor is found: an attribute, dots allowed, a function, or nowhere.
+#: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
 Where = str | Callable[[Any], Any] | None
 
 _TAG = "__"
@@ -44,11 +45,11 @@ _FUNCTIONS = {
 
 
 class CannotDescribe(TypeError):
-    """Something has no description as plain data."""
+    """Something cannot be described as plain data."""
 
 
 class _Part(NamedTuple):
-    """How to make an object of a class again."""
+    """How to rebuild an object of a class."""
 
     cls: type
     where: Mapping[str, Where]
@@ -67,23 +68,24 @@ def register(
 ) -> type:
     """Let checkpoints describe and rebuild objects of a class of your own.
 
-    An argument of the constructor is looked for in the attribute of the same name, or of that name
-    after an underscore; a constraint in ``raw_...``, as GPyTorch names them. What cannot be found
-    is left at its default. `save` checks that what would be rebuilt is the same. Also a decorator.
+    An argument of the constructor is looked for in the attribute of the same name, with or without
+    an underscore before it; a constraint in ``raw_...``, as GPyTorch names them. What is not found
+    is left at its default. `save` checks that the rebuilt object is the same. It can be used as a
+    decorator.
 
     Args:
         cls: The class. Its tensors (parameters, buffers) need not be arguments.
         where: For arguments that are found elsewhere: an attribute, or a function of the object;
             ``None`` for arguments that are left at their defaults.
         positional: The attribute that holds ``*args``, if there are any.
-        keywords: The attribute that holds ``**kwargs``, if they are parts with names.
+        keywords: The attribute that holds ``**kwargs``, if these are named parts.
 
     Returns:
         The class.
 
     Example:
         >>> import gpytorch
-        >>> from seqgp.checkpoint.files import register
+        >>> from seqgp.checkpoint import register
         >>> @register
         ... class Periodic(gpytorch.kernels.PeriodicKernel):
         ...     def __init__(self, harmonics=3):
@@ -98,15 +100,15 @@ def name_of(cls: type) -> str:
     """The name by which a class is known in files."""
     root = cls.__module__.partition(".")[0]
     if root in ("gpytorch", "botorch", "seqgp", "torch"):
-        return f"{root}.{cls.__qualname__}"  # whichever file of the package it is in
+        return f"{root}.{cls.__qualname__}"  # wherever in the package it is defined
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# -------------------------------------------------------------------------------- to plain data
+# -------------------------------------------------------------------------------- describe
 
 
 def describe(value: Any, name: str) -> Any:
-    """A value as numbers, strings, lists, dictionaries and tensors.
+    """Describe a value by numbers, strings, lists, dictionaries and tensors.
 
     Args:
         value: The value.
@@ -128,7 +130,7 @@ def describe(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         items = [[describe(k, name), describe(v, f"{name}[{k!r}]")] for k, v in value.items()]
         return {_TAG: "dict", "items": items}
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
     for function_name, function in _FUNCTIONS.items():
         if value is function:
@@ -142,7 +144,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if callable(value) and hasattr(value, "__qualname__"):
             kind = f"the function {value.__qualname__}"
-        raise CannotDescribe(f"{name} is {kind}, which seqgp.checkpoint.files does not know")
+        raise CannotDescribe(f"{name} is {kind}, which checkpoints do not know")
     arguments = {}
     for argument, default in _arguments(part.cls).items():
         found, content = _find(value, argument, part)
@@ -159,7 +161,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type) -> dict[str, Any]:
-    """The constructor's arguments, those that it hands on to its bases included, and defaults."""
+    """The arguments of a constructor, including those that it passes to its bases, and defaults."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base in (torch.nn.Module, object):
@@ -173,7 +175,7 @@ def _arguments(cls: type) -> dict[str, Any]:
 
 
 def _find(value: Any, argument: str, part: _Part) -> tuple[bool, Any]:
-    """Whether an object tells what an argument of its constructor was, and what it was."""
+    """Whether an object knows an argument of its constructor, and the argument."""
     where = part.where.get(argument, "")
     if where is None:
         return False, None
@@ -192,14 +194,14 @@ def _find(value: Any, argument: str, part: _Part) -> tuple[bool, Any]:
     return False, None
 
 
-# -------------------------------------------------------------------------------- and back
+# -------------------------------------------------------------------------------- rebuild
 
 
 def rebuild(data: Any) -> Any:
-    """What `describe` described.
+    """Rebuild a value from its description.
 
     Args:
-        data: Its description.
+        data: What `describe` returned.
     """
     if isinstance(data, list):
         return [rebuild(item) for item in data]
@@ -211,36 +213,41 @@ def rebuild(data: Any) -> Any:
         return tuple(items) if kind == "tuple" else torch.Size(items)
     if kind == "dict":
         return {rebuild(key): rebuild(value) for key, value in data["items"]}
-    if kind == "dtype":
-        dtype = getattr(torch, data["name"], None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+    if kind == "dtype" and data["name"] in DTYPES:
+        return DTYPES[data["name"]]
     if kind == "function" and data["name"] in _FUNCTIONS:
         return _FUNCTIONS[data["name"]]
     if kind == "part":
         part = _PARTS.get(data["class"])
         if part is None:
-            raise ValueError(
+            raise CheckpointError(
                 f"The checkpoint holds a {data['class']}, which is not registered: register the "
                 "class with seqgp.checkpoint.register first, or pass like=, a model that is built "
                 "as the saved one was."
             )
         arguments = {key: rebuild(value) for key, value in data["arguments"].items()}
+        if part.keywords is None and not arguments.keys() <= _arguments(part.cls).keys():
+            raise CheckpointError(f"The checkpoint has unknown arguments of a {data['class']}.")
         return part.cls(*map(rebuild, data.get("positional", [])), **arguments)
-    raise ValueError("The checkpoint is damaged, or was written by another version of seqgp.")
+    raise CheckpointError("The checkpoint is damaged, or was written by another version of seqgp.")
 
 
-# -------------------------------------------------------------------------------- is it the same?
+# -------------------------------------------------------------------------------- compare
 
 
 def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = None) -> str | None:
-    """Where two objects differ, or ``None``; tensors of modules may, since they are saved.
+    """Find where two objects differ, if they do.
+
+    Tensors of modules are compared by shape only, since their values are saved separately.
 
     Args:
-        a: One.
-        b: The other.
+        a: The first object.
+        b: The second one.
         name: What to call them.
-        seen: Pairs that are being compared.
+        seen: Pairs that are being compared, by their identities.
+
+    Returns:
+        The name of the first difference, or ``None``.
     """
     seen = set() if seen is None else seen
     if a is b or (id(a), id(b)) in seen:
@@ -288,7 +295,9 @@ def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = No
 def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]) -> str | None:
     def tensors(module: torch.nn.Module) -> dict[str, Any]:
         held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
-        return {**module._parameters, **module._buffers, **held}
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        return {**dict(parameters), **dict(buffers), **held}
 
     def others(module: torch.nn.Module) -> dict[str, Any]:
         skipped = {"training", "_parameters", "_buffers", "_memoize_cache"}
@@ -300,13 +309,13 @@ def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]
 
     mine, theirs = tensors(a), tensors(b)
     for key in {**mine, **theirs}:
-        shapes = [None if t.get(key) is None else t[key].shape for t in (mine, theirs)]
-        if (key in mine) != (key in theirs) or shapes[0] != shapes[1]:
+        shapes = [t[key].shape if key in t else None for t in (mine, theirs)]
+        if shapes[0] != shapes[1]:
             return f"{name}.{key}"
     return difference(others(a), others(b), name, seen)
 
 
-# -------------------------------------------------------------------------------- what is known
+# -------------------------------------------------------------------------------- known classes
 
 
 def _shape_of(attribute: str, dims: int = 1) -> Callable[[Any], torch.Size]:
@@ -315,7 +324,7 @@ def _shape_of(attribute: str, dims: int = 1) -> Callable[[Any], torch.Size]:
 
 
 def _initial_value(constraint: gc.Interval) -> Tensor | None:
-    """What a constraint was made with; it keeps the value before its transform."""
+    """The initial value that a constraint was given; it stores the raw one."""
     value = constraint.initial_value
     return None if value is None else constraint.transform(value)
 

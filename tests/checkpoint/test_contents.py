@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from torch import Tensor
 
 import seqgp
 from seqgp import SequentialGP
-from seqgp.checkpoint.files import load_extra
+from seqgp.checkpoint import CheckpointError, load_extra, storage
 from seqgp.streaming.memory import MemoryOptions
+from tests.checkpoint.hostile import forge_content, peak_memory
 from tests.helpers import CASES, latent, make_inputs, problem
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -360,23 +363,7 @@ def test_records_can_be_extra(tmp_path: Path) -> None:
     assert len(seqgp.plots.history(again)) == 3
 
 
-class Bomb:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("exploded",)
-
-
-def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"format": "seqgp checkpoint", "version": 1, "bomb": Bomb()}, "model.pt")
-    with pytest.raises(ValueError, match="not a checkpoint of seqgp"):
-        seqgp.load("model.pt")
-    assert not Path("exploded").exists()
-    torch.save(begin("gaussian"), "model.pt")
-    with pytest.raises(ValueError, match="Models that were pickled"):
-        seqgp.load("model.pt")
-
-
-def test_bad_files(tmp_path: Path) -> None:
+def test_bad_arguments(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with pytest.raises(FileNotFoundError):
         seqgp.load(path)
@@ -384,26 +371,13 @@ def test_bad_files(tmp_path: Path) -> None:
         seqgp.save(begin("gaussian"), tmp_path / "nowhere" / "model.pt")
     with pytest.raises(TypeError, match="model: expected a SequentialGP"):
         seqgp.save(RBFKernel(), path)
-    model = begin("gaussian")
-    seqgp.save(model, path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="or it is damaged"):
-        seqgp.load(path)
-    for text in (b"", b"hello", b"a,b\n1,2\n", bytes(range(256))):
-        path.write_bytes(text)
-        with pytest.raises(ValueError, match="not a checkpoint of seqgp"):
-            seqgp.load(path)
     with pytest.raises(TypeError, match=r"dtype: .* torch.float32, got 'float32'"):
         seqgp.load(path, dtype="float32")  # type: ignore[arg-type]
-    torch.save(model.state_dict(), path)
-    with pytest.raises(ValueError, match=r"model\.load_state_dict"):
-        seqgp.load(path)
-    path.write_bytes(whole)
-    content = torch.load(path, weights_only=True)
-    torch.save({**content, "version": 99}, path)
-    with pytest.raises(ValueError, match="version 99 of the format"):
-        seqgp.load(path)
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    with pytest.raises(ValueError, match="extra: it is nested too deeply, or it contains itself"):
+        seqgp.save(begin("gaussian"), path, extra={"cycle": cycle})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_small_and_links_are_followed(tmp_path: Path) -> None:
@@ -419,13 +393,181 @@ def test_files_are_small_and_links_are_followed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+# -------------------------------------------------------------------------------- wrong contents
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is in the file of a small model."""
+    path = tmp_path_factory.mktemp("content") / "model.pt"
+    model = begin("binomial", inducing_points=4, input_transform=Normalize(2))
+    go_on(model, "binomial", slice(20, 40))
+    X, Y, arguments = data_of("binomial")
+    now = {key: value[:2] for key, value in arguments.items()}
+    model = model.condition_on_observations(X[:2], Y[:2], fixed_inducing=True, **now)
+    seqgp.save(model, path, extra={"next": 1, "more": [(1.5, "a")]})
+    found: dict[str, Any] = storage.read(path, 2)
+    return found
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where everything is in a structure; of long lists only the beginning."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list):
+        for index in range(min(len(value), 3)):
+            yield from places(value[index], (*path, index))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
+    """A structure with something else at a place; without it if that is an ellipsis."""
+    if not path:
+        return new(value)
+    key, *rest = path
+    changed = replaced(value[key], tuple(rest), new)
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    kept = [(k, changed if k == key else v) for k, v in items if k != key or changed is not ...]
+    return dict(kept) if isinstance(value, dict) else [v for _, v in kept]
+
+
+def other_shape(value: Any) -> Any:
+    """The same tensor with one row more, or a dimension; something else for all others."""
+    if isinstance(value, Tensor):
+        return torch.cat([value, value[:1]]) if value.dim() else value.repeat(2)
+    return torch.rand(2, 3)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "missing": lambda value: ...,
+    "nothing": lambda value: None,
+    "a number": lambda value: 10**30,
+    "a string": lambda value: "__class__",
+    "an empty list": lambda value: [],
+    "a dictionary": lambda value: {"__": "tuple", "items": [1]},
+    "a list": lambda value: [[value]],
+    "another key": lambda value: {"_parameters": value, "__": "part", "class": "torch.Softplus"},
+    "another shape": other_shape,
+    "no elements": lambda value: torch.zeros(0, 10**9),
+    "other numbers": lambda value: torch.zeros(3, 2, dtype=torch.int64),
+}
+
+
+def test_wrong_contents_are_refused_or_harmless(content: dict[str, Any], tmp_path: Path) -> None:
+    """Something at a place in a checkpoint is not what it should be; digests are right."""
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    changes = [(path, name) for path in places(content) for name in CHANGES]
+    chosen = random.Random(0).sample(changes, 150)
+    chosen += [((field,), name) for field in content for name in CHANGES]
+    refused = 0
+    for path, name in chosen:
+        forge_content(tmp_path / "model.pt", replaced(content, path, CHANGES[name]))
+        function = load_extra if path[0] == "extra" else partial(seqgp.load, random_state=True)
+        try:
+            function(tmp_path / "model.pt")
+        except CheckpointError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"{path}, {name}: {error!r}") from error
+    assert refused > len(chosen) / 2
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])  # noqa: NPY002
+
+
+KERNEL = ("parts", "covar_module", "arguments")
+STRATEGY = "variational_strategy"
+WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
+    "no parameters": (("parameters",), lambda value: {}),
+    "a parameter's shape": (
+        ("parameters", "covar_module.raw_outputscale", "value"),
+        lambda value: value.expand(3),
+    ),
+    "inducing points of another dimension": (
+        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        lambda value: value[:, :1],
+    ),
+    "inducing points without a row": (
+        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        lambda value: value[0],
+    ),
+    "a posterior's shape": (("buffers", f"{STRATEGY}.dual_B"), lambda value: value[:-1]),
+    "a posterior of others": (("buffers", f"{STRATEGY}.dual_lam"), lambda value: value[:-1]),
+    "a transform's shape": (("buffers", "input_transform._offset"), lambda value: value[..., :1]),
+    "rows of targets": (("attributes", "", "train_targets"), lambda value: value[1:]),
+    "the kind of an attribute": (("attributes", "", "memory_weights"), lambda value: "all"),
+    "an attribute of torch": (("attributes", ""), lambda value: {**value, "_modules": 1}),
+    "a held attribute of torch": (
+        ("held",),
+        lambda value: {"likelihood._parameters": torch.zeros(1)},
+    ),
+    "an unknown module": (("training",), lambda value: {**value, "nowhere": True}),
+    "an unknown class": (("parts", "mean_module", "class"), lambda value: "os.system"),
+    "an unknown argument": (KERNEL, lambda value: {**value, "shell": True}),
+    "many dimensions": (
+        (*KERNEL, "base_kernel", "arguments"),
+        lambda value: {**value, "ard_num_dims": 5 * 10**8},
+    ),
+    "more dimensions than there can be": (
+        (*KERNEL, "base_kernel", "arguments"),
+        lambda value: {**value, "ard_num_dims": 10**15},
+    ),
+    "a large batch": (
+        KERNEL,
+        lambda value: {**value, "batch_shape": {"__": "size", "items": [20_000, 30_000]}},
+    ),
+    "many inducing points": (
+        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        lambda value: torch.rand(20_000, 2),
+    ),
+    "no data, many times": (
+        ("attributes", "", "train_inputs", "items", 0),
+        lambda value: torch.zeros(10**9, 0, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_contents(name: str, content: dict[str, Any], tmp_path: Path) -> None:
+    path, change = WRONG[name]
+    forge_content(tmp_path / "model.pt", content)
+    seqgp.load(tmp_path / "model.pt")
+    forge_content(tmp_path / "model.pt", replaced(content, path, change))
+
+    def load() -> None:
+        with pytest.raises(CheckpointError, match=r"model\.pt"):
+            seqgp.load(tmp_path / "model.pt")
+
+    assert peak_memory(load) < 200
+
+
+def test_random_states_are_set_together(content: dict[str, Any], tmp_path: Path) -> None:
+    """NumPy's, with a wrong position, would read beyond its memory."""
+    for place, new in (
+        (("numpy", "items", 2), 10**6),
+        (("numpy", "items", 1), [1, 2]),
+        (("python", "items", 1), {"__": "tuple", "items": [1]}),
+        (("torch",), torch.zeros(5056, dtype=torch.uint8)),
+    ):
+        changed = replaced(content, ("random", *place), lambda value, new=new: new)
+        forge_content(tmp_path / "model.pt", changed)
+        before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+        with pytest.raises(CheckpointError):
+            seqgp.load(tmp_path / "model.pt", random_state=True)
+        after = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+
+
 # -------------------------------------------------------------------------------- killed
 
 STREAM = """
     import sys, time, torch, seqgp
     from pathlib import Path
     from gpytorch.likelihoods import BernoulliLikelihood
-    from seqgp.checkpoint.files import load_extra
+    from seqgp.checkpoint import load_extra
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

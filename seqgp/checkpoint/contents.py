@@ -1,10 +1,9 @@
-"""Checkpoints: a model on disk, with everything that its stream needs to go on.
+"""What is saved of a model, and how a model is restored from it.
 
-A file holds tensors, numbers and strings. It is written beside its place, flushed to the disk and
-then renamed, so that there is always a whole one; it is read by ``torch.load(weights_only=True)``,
-which executes nothing. What the model consists of is described by `seqgp.checkpoint.registry`; a
-model with parts that are not known there is loaded with ``like=``, a model that the user has built
-in the same way.
+A checkpoint holds everything that a stream needs to continue, as tensors, numbers and strings; how
+these are written and read is the subject of `seqgp.checkpoint.storage`. What the model consists of
+is described by `seqgp.checkpoint.registry`; a model with parts that are not known there is loaded
+with ``like=``, a model that the user has built in the same way.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import copy
 import logging
 import os
 import random
-import secrets
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import gpytorch
@@ -23,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqgp._version import __version__
+from seqgp.checkpoint import storage
+from seqgp.checkpoint.limits import AllocationLimit
 from seqgp.checkpoint.registry import (
     CannotDescribe,
     describe,
@@ -32,36 +31,59 @@ from seqgp.checkpoint.registry import (
     rebuild,
     register,
 )
+from seqgp.checkpoint.storage import CheckpointError
 from seqgp.dual import Sites
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
 from seqgp.streaming import StreamState, UpdateRecord
 from seqgp.variational.strategy import DualVariationalStrategy, Observed
 
-__all__ = ["load", "load_extra", "register", "save"]
+__all__ = ["load", "load_extra", "save"]
 
 # Records, so that `seqgp.plots.history` can draw what was before, too.
 for _part in (Observations, StreamState, UpdateRecord):
     register(_part)
 
-_FORMAT, _VERSION = "seqgp checkpoint", 1
+_VERSION = 2
 _LOG = logging.getLogger(__name__)
 
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
+#: What a checkpoint holds.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "class": str,
+    "parts": (dict, type(None)),
+    "reason": (str, type(None)),
+    "modules": dict,
+    "training": dict,
+    "parameters": dict,
+    "buffers": dict,
+    "held": dict,
+    "attributes": dict,
+    "left_out": dict,
+    "observed": (dict, type(None)),
+    "random": dict,
+    "extra": dict,
+}
+#: How many elements the tensors may have that are made while a model is built: so many, and so many
+#: for each element in the file. Models of our own take less than one.
+_FREE_ELEMENTS, _ELEMENTS_PER_SAVED_ONE = 10**7, 16
+#: Attributes that every module has.
+_RESERVED = set(vars(gpytorch.Module()))
 #: Attributes that are not saved, since they are made anew or saved otherwise.
 _INTERNAL = {
-    *vars(gpytorch.Module()),
+    *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
     *("_past", "_whitened", "_summary_known"),
 }
+_NUMBER = int | float
 
 
 def save(
     model: torch.nn.Module, path: str | os.PathLike[str], extra: dict[str, Any] | None = None
 ) -> None:
-    """Write a model to a file, from which `load` makes one that goes on in the same way.
+    """Write a model to a file, from which `load` restores one that continues identically.
 
     Saved are hyperparameters, inducing points, the posterior and the summary, the memory and its
     weights, the likelihood, the transforms, the options and counts of the stream, and the state of
@@ -69,15 +91,20 @@ def save(
     outlives it; the state of one of your own can be in ``extra``.) A stream that is saved after an
     update, killed, loaded and continued gives the same results as one that was not, bit by bit.
 
-    The file is replaced as a whole or not at all, even if the process is killed meanwhile.
+    The file is replaced as a whole or not at all, even if the process is killed meanwhile. It keeps
+    its mode.
 
     Args:
         model: A `SequentialGP`, conditioned or not, or any GPyTorch model whose variational
             strategy is a `DualVariationalStrategy`.
-        path: Where to. The directory has to exist.
+        path: The file. Its directory has to exist.
         extra: More to save: numbers, strings, tensors, and lists, tuples and dictionaries of these
             (the number of the next batch, ``optimizer.state_dict()``), and records of updates.
             `load_extra` returns it.
+
+    Raises:
+        TypeError: If the model or ``extra`` cannot be saved.
+        OSError: If the file cannot be written. The old one, if there is one, is intact.
 
     Example:
         >>> import tempfile, torch, seqgp
@@ -97,16 +124,15 @@ def save(
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
             "BatchOptimizer has a state_dict()."
         )
-    path = Path(os.path.realpath(os.fspath(path)))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path: the directory {path.parent} does not exist; create it.")
     try:
         described_extra = describe(dict(extra or {}), "extra")
     except CannotDescribe as error:
         raise TypeError(
             f"extra: expected numbers, strings, tensors, lists, tuples and dictionaries; {error}."
         ) from None
-    _write({**_content(model), "extra": described_extra}, path)
+    except RecursionError:
+        raise ValueError("extra: it is nested too deeply, or it contains itself.") from None
+    storage.write({**_content(model), "extra": described_extra}, path, _VERSION)
     _LOG.debug("saved %s to %s", type(model).__name__, path)
 
 
@@ -117,7 +143,7 @@ def load(
     dtype: torch.dtype | None = None,
     random_state: bool = False,
 ) -> Any:
-    """The model that `save` wrote.
+    """Load the model that `save` wrote.
 
     Args:
         path: The file. Nothing in it is executed.
@@ -126,11 +152,16 @@ def load(
             `seqgp.checkpoint.register`). It is copied, not changed.
         device: Where to put the model; by default where ``like`` is, or the CPU.
         dtype: Its precision; by default as it was saved. Results then agree within that precision.
-        random_state: Whether the random number generators of torch, NumPy and Python go on from
-            where they were, too. A stream needs that only if your own code draws from them.
+        random_state: Whether to restore the random number generators of torch, NumPy and Python,
+            too. A stream needs that only if your own code draws from them.
 
     Returns:
         The model.
+
+    Raises:
+        CheckpointError: If the file is not a valid checkpoint: something else, damaged, of another
+            version. Or if its model has parts of your own and ``like`` is missing.
+        OSError: If the file cannot be read.
 
     Example:
         >>> import tempfile, torch, seqgp
@@ -145,32 +176,41 @@ def load(
         >>> model.posterior(X.float()).mean.dtype, model.num_data
         (torch.float32, 20)
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected one of torch's, as torch.float32, got {dtype!r}.")
+    if device is not None:
+        torch.empty(0, device=device)  # which raises if there is no such device
     content = _read(path)
     with torch.device("cpu"):  # where the file is read to
-        model: Any = _build(content) if like is None else _copy_of(like, content)
-    _restore(model, content)
+        model: Any = None if like is None else _copy_of(like, content)
+        with _building_from(path, content):
+            model = _build(content) if model is None else model
+            _restore(model, content)
     if like is not None and device is None:
         device = next((p.device for p in like.parameters()), None)
-    if device is not None:
-        model.to(device=device)
-    if dtype is not None:
-        model.to(dtype=dtype)
+    with _building_from(path, content):
+        if device is not None:
+            model.to(device=device)
+        if dtype is not None:
+            model.to(dtype=dtype)
     if random_state:
-        _set_random_state(content["random"])
+        with _building_from(path, content):
+            _set_random_state(content["random"])
     return model
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was given to `save` as ``extra``.
+    """Load what was given to `save` as ``extra``.
 
     Args:
-        path: The file.
+        path: The file. Nothing in it is executed.
+
+    Raises:
+        CheckpointError: If the file is not a valid checkpoint.
 
     Example:
         >>> import tempfile, torch, seqgp
-        >>> from seqgp.checkpoint.files import load_extra
+        >>> from seqgp.checkpoint import load_extra
         >>> X = torch.linspace(-1.6, 1.6, 20, dtype=torch.double).unsqueeze(-1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     model = seqgp.SequentialGP((X + 1.6) / 3.2, X)
@@ -178,7 +218,11 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         ...     load_extra(f"{directory}/model.pt")
         {'next batch': 7}
     """
-    extra: dict[str, Any] = rebuild(_read(path)["extra"])
+    content = _read(path)
+    with _building_from(path, content):
+        extra = rebuild(content["extra"])
+        if not isinstance(extra, dict):
+            raise CheckpointError("Its extra is not a dictionary.")
     return extra
 
 
@@ -195,9 +239,6 @@ def _content(model: torch.nn.Module) -> dict[str, Any]:
         _LOG.info("%s: seqgp.load will need like=", reason)
     attributes, left_out = _describe_attributes(model)
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "written_by": __version__,
         "class": name_of(type(model)),
         "parts": parts,
         "reason": reason,
@@ -292,20 +333,57 @@ def _describe_observed(model: Any) -> dict[str, Any] | None:
     return {key: describe(value, key) for key, value in fields.items()}
 
 
-# -------------------------------------------------------------------------------- and loaded
+# -------------------------------------------------------------------------------- what is loaded
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a file, with all that belongs to it."""
+    content = storage.read(path, _VERSION)
+    with _building_from(path, content):
+        for field, types in _FIELDS.items():
+            _require(isinstance(content[field], types), field)
+        _require(all(isinstance(name, str) for name in content["modules"].values()), "modules")
+    return content
+
+
+def _num_elements(content: Any) -> int:
+    """How many elements the tensors in a structure have."""
+    if isinstance(content, Tensor):
+        return content.numel()
+    values = content.values() if isinstance(content, dict) else content
+    return sum(map(_num_elements, values)) if isinstance(content, dict | list) else 0
+
+
+@contextmanager
+def _building_from(path: str | os.PathLike[str], content: Any) -> Iterator[None]:
+    """Where the content of a file is used: it may be wrong in any way, or ask for too much."""
+    limit = _FREE_ELEMENTS + _ELEMENTS_PER_SAVED_ONE * _num_elements(content)
+    try:
+        with AllocationLimit(limit):
+            yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error.__cause__
+    except torch.cuda.OutOfMemoryError:  # which is not the fault of the file
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{os.fspath(path)}: what the checkpoint describes cannot be built "
+            f"({type(error).__name__}: {error}). It was not written by seqgp.save, or by another "
+            "version of seqgp, GPyTorch or BoTorch."
+        ) from error
 
 
 def _build(content: dict[str, Any]) -> SequentialGP:
     """A `SequentialGP` of the saved parts, without data."""
     if content["parts"] is None:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint does not say how to build its model: {content['reason']}. Pass like=, "
             "a model that is built as the saved one was, or make classes of your own known with "
             "seqgp.checkpoint.register before saving."
         )
     missing = [f"{n}.{key}".lstrip(".") for n, keys in content["left_out"].items() for key in keys]
     if missing:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint does not hold {', '.join(missing)}, which cannot be described: pass "
             "like=, a model that has them."
         )
@@ -316,11 +394,14 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     Z_name = "variational_strategy.inducing_points"
     learns_Z = Z_name in content["parameters"]
     Z = content["parameters"][Z_name]["value"] if learns_Z else content["buffers"][Z_name]
+    for name, rows in {"targets": targets, **attributes["likelihood_arguments"]}.items():
+        _require(rows.shape[-1] == X.shape[-2], name)
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
     model = SequentialGP(
         X[..., :0, :] if held.coefficients is None else X[..., :0, :, :],
         X.new_empty(*X.shape[:-2], 0, outputs),
-        inducing_points=Z.reshape(-1, *Z.shape[-2:])[0].to(X),
+        # One is enough, since all are restored; of many, a posterior would be computed in vain.
+        inducing_points=Z.reshape(-1, *Z.shape[-2:])[0, :1].to(X),
         learn_inducing_points=learns_Z,
         likelihood_arguments={key: value[..., :0] for key, value in held.arguments.items()},
         coefficients=None if held.coefficients is None else held.coefficients[..., :0, :],
@@ -329,6 +410,14 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     for name in _SET:
         if parts[name] is not None:
             setattr(model, name, parts[name])
+    for name, buffer in model.named_buffers():
+        saved = content["buffers"].get(name)
+        if isinstance(saved, Tensor) and name.startswith("variational_strategy."):
+            # The one point stands for all of them. Batch dimensions may be missing, or added.
+            sizes = zip(reversed(saved.shape), reversed(buffer.shape), strict=False)
+            _require(all(size in (1, own, Z.shape[-2]) for size, own in sizes), name)
+        elif isinstance(saved, Tensor):
+            _require(saved.shape == buffer.shape, name)
     return model
 
 
@@ -358,14 +447,15 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     parameters, saved = dict(model.named_parameters()), content["parameters"]
     if parameters.keys() != saved.keys():
         names = sorted(parameters.keys() ^ saved.keys())
-        raise ValueError(
+        raise CheckpointError(
             f"The model and the checkpoint do not have the same parameters: {', '.join(names)} "
             "belong to one of them only. Build the model as the saved one was."
         )
     for name, parameter in parameters.items():
         value = saved[name]["value"]
-        if value.shape != parameter.shape and not name.endswith("inducing_points"):
-            raise ValueError(
+        _require(isinstance(value, Tensor), name)
+        if not _fits(value, parameter, inducing_points=name.endswith("inducing_points")):
+            raise CheckpointError(
                 f"{name}: the checkpoint has shape {tuple(value.shape)}, the model "
                 f"{tuple(parameter.shape)}. Build the model as the saved one was."
             )
@@ -374,11 +464,18 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     for kind in ("buffers", "held"):
         for name, value in content[kind].items():
             owner, _, key = name.rpartition(".")
+            _require(isinstance(value, Tensor) and key not in _RESERVED, name)
             into: Any = modules[owner]._buffers if kind == "buffers" else vars(modules[owner])
             into[key] = value
     for name, attributes in content["attributes"].items():
-        modules[name].__dict__.update({key: rebuild(value) for key, value in attributes.items()})
+        _require(not attributes.keys() & _INTERNAL, name)
+        own = modules[name].__dict__
+        for key, value in attributes.items():
+            rebuilt = rebuild(value)
+            _require(_is_alike(rebuilt, own.get(key)), f"{name}.{key}".lstrip("."))
+            own[key] = rebuilt
     for name, training in content["training"].items():
+        _require(isinstance(training, bool), name)
         modules[name].training = training
     strategy: DualVariationalStrategy = model.variational_strategy
     strategy.clear_cache()
@@ -387,6 +484,26 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
         fields = {key: rebuild(value) for key, value in content["observed"].items()}
         sites = Sites(fields["lam"], fields["beta"])
         strategy.observed = Observed(fields["data"], model.likelihood, sites, fields["prior_mean"])
+
+
+def _fits(value: Tensor, parameter: Tensor, inducing_points: bool) -> bool:
+    """Whether a value has the shape of a parameter; inducing points are of any number."""
+    if inducing_points:
+        return value.dim() >= 2 and value.shape[-1] == parameter.shape[-1]
+    return value.shape == parameter.shape
+
+
+def _is_alike(value: Any, own: Any) -> bool:
+    """Whether an attribute is of the kind of that of the model, as far as that has one."""
+    if value is None or own is None or (isinstance(value, _NUMBER) and isinstance(own, _NUMBER)):
+        return True
+    return type(value) is type(own)
+
+
+def _require(condition: bool, name: str) -> None:
+    """Raise unless something in a checkpoint is what it should be."""
+    if not condition:
+        raise CheckpointError(f"{name or 'the model'} is not what it should be.")
 
 
 # -------------------------------------------------------------------------------- random numbers
@@ -403,56 +520,17 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
+    """Set all generators, or none of them if there is anything wrong."""
+    numpy_state, python_state = rebuild(state["numpy"]), rebuild(state["python"])
+    kind, keys, position, *_ = numpy_state
+    # NumPy reads beyond its memory if the position is wrong.
+    if kind != "MT19937" or len(keys) != 624 or not 0 <= position <= 624:
+        raise CheckpointError("The state of NumPy's random number generator is not valid.")
+    torch.Generator().set_state(state["torch"])  # on generators that nobody uses, first
+    np.random.RandomState().set_state(numpy_state)
+    random.Random().setstate(python_state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    np.random.set_state(rebuild(state["numpy"]))  # noqa: NPY002
-    random.setstate(rebuild(state["python"]))
-
-
-# -------------------------------------------------------------------------------- files
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    """Beside its place, to the disk, and then into place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name itself, where directories can be flushed
-        directory = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file, as far as it can be told to be a checkpoint."""
-    with open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # an unpickler fails on other files in any way that there is
-            raise ValueError(
-                f"{os.fspath(path)} is not a checkpoint of seqgp, or it is damaged: write one with "
-                "seqgp.save. (Models that were pickled, by torch.save(model), are not read, since "
-                "pickles can execute anything.)"
-            ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{os.fspath(path)} holds something else than a checkpoint of seqgp; a state_dict goes "
-            "into model.load_state_dict."
-        )
-    if content["version"] != _VERSION:
-        raise ValueError(
-            f"{os.fspath(path)} was written by seqgp {content['written_by']}, in version "
-            f"{content['version']} of the format; this is seqgp {__version__}, which reads version "
-            f"{_VERSION}."
-        )
-    return content
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    random.setstate(python_state)

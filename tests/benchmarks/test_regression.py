@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.mlls import VariationalELBO
 
-from benchmarks import regression
+from benchmarks import fit, regression
 from benchmarks.__main__ import main
 from benchmarks.regression import Target, Trees, Worker, Worktree, name_of
-from benchmarks.regression_worker import BareStream, Update, bare_moments, bare_update
+from benchmarks.regression_worker import BareStream, FitLarge, Update, bare_moments, bare_update
 from benchmarks.runner import Options, Times
 from tests.benchmarks.test_commands import ROOT, command
 
@@ -124,6 +125,20 @@ def test_bare_update_expects_what_ours_expects() -> None:
     assert facts["bare"]["log_density"] == pytest.approx(facts["seqgp"]["log_density"], rel=1e-7)
     assert facts["seqgp"]["memory"] == 10
     assert not facts["seqgp"]["moves_inducing_points"]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("way", ["seqgp", "botorch"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_bounds_are_those_of_the_other_benchmark(way: str, likelihood: str) -> None:
+    """GPyTorch's log probability of a label is an approximation, off by up to 2e-3."""
+    task = FitLarge(way, likelihood, n=1_050, m=8, seed=0, max_steps=3)
+    model = task.fresh()()
+    process = model.model if way == "botorch" else model
+    mll = VariationalELBO(model.likelihood, process, num_data=1_050)
+    expected = 1_050 * fit.bound(mll, process, task.X, task.Y)
+    tolerance = 0.0 if likelihood == "gaussian" else 2e-3 * 1_050
+    assert task.facts(model)["bound"] == pytest.approx(expected, rel=1e-8, abs=tolerance)
 
 
 @pytest.mark.usefixtures("float64")

@@ -37,6 +37,9 @@ BENCHMARKS = {
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
     "ax": Entry("Ax experiments with failing trials: regret and seconds a trial", "seeds"),
+    "regression": Entry(
+        "speed against an earlier revision, BoTorch and bare tensors, with targets", "seeds"
+    ),
     "splitmnist": Entry(
         "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
     ),

@@ -29,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     repeats = result.add_mutually_exclusive_group()
     repeats.add_argument("--seeds", type=int, metavar="N", help="how many random seeds")
     repeats.add_argument("--folds", type=int, metavar="N", help="how many folds")
+    result.add_argument(
+        "--against", metavar="PATH_OR_REVISION", help="regression: what to compare this tree with"
+    )
     result.add_argument("--only", metavar="GLOB", help="measure only what matches, e.g. 'memory/*'")
     result.add_argument("--fresh", action="store_true", help="forget what was measured before")
     result.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go")
@@ -45,8 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
     entry = BENCHMARKS[given.name]
     if getattr(given, {"seeds": "folds", "folds": "seeds"}[entry.repeats]) is not None:
         cli.error(f"{given.name} is repeated over {entry.repeats}: use --{entry.repeats} N")
+    if given.against is not None and given.name != "regression":
+        cli.error(f"{given.name} compares with no other revision: --against is for regression")
     module = importlib.import_module(f"benchmarks.{given.name}")
-    settings, units = module.units(Options(given.quick, getattr(given, entry.repeats)))
+    options = Options(given.quick, getattr(given, entry.repeats), given.against)
+    settings, units = module.units(options)
     path = given.out / f"{given.name}{'-quick' * given.quick}.json"
     result = run(given.name, settings, units, path, fresh=given.fresh, only=given.only)
     print(f"{module.render(result.units, given.out)}\n\nwrote {path}")

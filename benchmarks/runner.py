@@ -33,10 +33,13 @@ class Options:
     Attributes:
         quick: A smoke run: the same code on the smallest sensible problem.
         repeats: Number of seeds or folds; ``None`` for the benchmark's own default.
+        against: For ``regression``: the tree or the revision to compare with; ``None`` for its
+            default.
     """
 
     quick: bool = False
     repeats: int | None = None
+    against: str | None = None
 
 
 @dataclass(frozen=True)

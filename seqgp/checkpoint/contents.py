@@ -394,12 +394,17 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     Z_name = "variational_strategy.inducing_points"
     learns_Z = Z_name in content["parameters"]
     Z = content["parameters"][Z_name]["value"] if learns_Z else content["buffers"][Z_name]
-    for name, rows in {"targets": targets, **attributes["likelihood_arguments"]}.items():
-        _require(rows.shape[-1] == X.shape[-2], name)
+    batch_shape, num_data = X.shape[:-2], X.shape[-2]
+    if held.coefficients is not None:
+        batch_shape, num_data = X.shape[:-3], X.shape[-3]
+        _require(held.coefficients.shape == X.shape[:-1], "coefficients")
+    for name, rows in {"targets": targets, **held.arguments}.items():
+        _require(rows.shape[-1] == num_data, name)
+    _require(attributes["stream"].represents.shape == (num_data,), "represents")
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
     model = SequentialGP(
         X[..., :0, :] if held.coefficients is None else X[..., :0, :, :],
-        X.new_empty(*X.shape[:-2], 0, outputs),
+        X.new_empty(*batch_shape, 0, outputs),
         # One is enough, since all are restored; of many, a posterior would be computed in vain.
         inducing_points=Z.reshape(-1, *Z.shape[-2:])[0, :1].to(X),
         learn_inducing_points=learns_Z,

@@ -124,7 +124,8 @@ class _Evidence(torch.autograd.Function):
             unexplained = unexplained_variance(A, variance)
             g, v, G = _derivatives(A, unexplained, lam, beta, factors, outer)
             d_cross = solve_upper(chol, G)
-            inner = inner + d_cross @ A.mT
+            # Summed first: a block may have batch dimensions that another one has not.
+            inner = inner + _reduce(d_cross @ A.mT, chol.shape)
             d_beta = -0.5 * outer * (g.square() + v)
             parts = (d_cross, -0.5 * outer * beta, outer * g, d_beta)
             gradients += [_reduce(p, t.shape) for p, t in zip(parts, own, strict=True)]

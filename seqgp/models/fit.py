@@ -50,10 +50,10 @@ class FittedModel(StreamModel, Protocol):
         """Whether the inducing points are the inputs."""
         ...
 
-    @property
-    def keeps_inducing_points(self) -> bool:
-        """Whether the user has said where the inducing points are."""
-        ...
+    #: Whether the user has said where the inducing points are.
+    keeps_inducing_points: bool
+    #: Whether they are moved by gradient.
+    fits_inducing_points: bool
 
     def choose_inducing_points(self, number: int) -> Tensor:
         """Inducing points for the present kernel."""
@@ -149,7 +149,7 @@ def _fit_full_batch(
     parameters = {
         name: parameter
         for name, parameter in get_parameters(mll, requires_grad=True).items()
-        if not (name.endswith("inducing_points") and covers)
+        if not name.endswith("inducing_points") or (model.fits_inducing_points and not covers)
     }
     if not parameters:
         return
@@ -219,9 +219,8 @@ def _fit_full_batch(
 def _chosen_anew(model: FittedModel, covers: bool) -> bool:
     """Whether inducing points are chosen among the inputs again once the kernel is known."""
     strategy = model.variational_strategy
-    moves = isinstance(strategy.inducing_points, torch.nn.Parameter)
-    m, n = strategy.inducing_points.shape[-2], model.num_data
-    return not (covers or moves or model.keeps_inducing_points or strategy.has_summary) and n >= m
+    fixed = covers or model.fits_inducing_points or model.keeps_inducing_points
+    return not (fixed or strategy.has_summary) and model.num_data > 0
 
 
 class _Minibatches(NamedTuple):
@@ -236,7 +235,12 @@ def _fit_minibatches(
     model: FittedModel, mll: _ApproximateMarginalLogLikelihood, options: _Minibatches
 ) -> None:
     data, n = model.stream.observations, model.num_data
-    parameters, bounds = get_parameters_and_bounds(mll, requires_grad=True)
+    moves = model.fits_inducing_points or not model.inducing_points_cover_data
+    parameters, bounds = get_parameters_and_bounds(
+        mll,
+        name_filter=None if moves else lambda name: "inducing_points" not in name,
+        requires_grad=True,
+    )
     most = 500 if options.epochs is None else options.epochs
     per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.

@@ -104,8 +104,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
-        learn_inducing_points: Whether fits and updates move them by gradient. By default fits
-            choose them anew as hyperparameters change, which is faster and as accurate.
+        learn_inducing_points: Whether fits and updates move them by gradient. By default updates
+            do, and fits choose them anew among the inputs as hyperparameters change, which is
+            faster and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``).
         coefficients: ``batch_shape x n x J``, for observations of functionals
@@ -135,6 +136,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     inducing_point_allocator: InducingPointAllocator | None
     #: Whether the user has said where the inducing points are, so that fits leave them there.
     keeps_inducing_points: bool
+    #: Whether fits move them by gradient.
+    fits_inducing_points: bool
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
@@ -149,7 +152,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
-        learn_inducing_points: bool = False,
+        learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
     ) -> None:
@@ -173,7 +176,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 self,
                 parts.inducing_points,
                 num_latents=parts.num_latents,
-                learn_inducing_locations=learn_inducing_points,
+                learn_inducing_locations=learn_inducing_points is not False,
                 batch_shape=parts.batch_shape,
             )
         )
@@ -186,6 +189,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.outcome_transform = outcome_transform
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
+        self.fits_inducing_points = learn_inducing_points is True
         self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
             self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
@@ -666,8 +670,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 does both, ``"cluster"`` makes them the centres of clusters of all inputs so far
                 (for inputs of many dimensions, where each is far from all others), ``"fixed"``
                 leaves them alone; or an `InducingPointRule` of your own. By default ``"fixed"`` if
-                nothing is learnt, else ``"adapt"``, or ``"both"`` if the model was built with
-                ``learn_inducing_points=True``.
+                nothing is learnt, else ``"both"``, or ``"adapt"`` if the model was built with
+                ``learn_inducing_points=False``.
             max_inducing: Their largest number if they are adapted; by default what the model was
                 built with, or would have been had there been enough inputs.
             discount: Factor for what the summary held before, for streams that drift.

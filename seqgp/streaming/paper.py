@@ -76,9 +76,9 @@ class PaperRule(UpdateRule):
                 "sites stay exact; pass MemoryOptions(replay=0)."
             )
 
-    def default_inducing(self, learns: bool) -> InducingPointRule:
+    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
         """Moved by gradient if hyperparameters are learnt."""
-        return Keep(moves=learns)
+        return Keep(moves=learns and moves)
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool

@@ -68,11 +68,12 @@ class UpdateRule(ABC):
             )
 
     @abstractmethod
-    def default_inducing(self, learns: bool) -> InducingPointRule:
+    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
         """What becomes of the inducing points if the user does not say.
 
         Args:
-            learns: Whether hyperparameters are learnt and the inducing points are a parameter.
+            learns: Whether hyperparameters are learnt.
+            moves: Whether the inducing points are a parameter.
         """
 
     @abstractmethod
@@ -112,9 +113,9 @@ class PseudoLikelihood(UpdateRule):
 
     name = "pseudo-likelihood"
 
-    def default_inducing(self, learns: bool) -> InducingPointRule:
-        """Exchanged and moved by gradient if hyperparameters are learnt."""
-        return Exchange(moves=True) if learns else Keep()
+    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+        """Exchanged, and moved by gradient if they are a parameter, when something is learnt."""
+        return Exchange(moves=moves) if learns else Keep()
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
@@ -162,7 +163,7 @@ def _maximise(model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z:
         return 0
     sites, taken = None, 0
     # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-    tol = 1e-3 if options.optimizer == "adam" else 1e-5
+    tol = 1e-3 if options.optimizer == "adam" else 1e-4
 
     def objective() -> Tensor:
         nonlocal sites, taken

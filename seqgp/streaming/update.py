@@ -228,8 +228,8 @@ def _inducing_rule(
 ) -> InducingPointRule:
     if options.inducing is not None:
         return inducing_point_rule(options.inducing)
-    Z = model.variational_strategy.inducing_points
-    return rule.default_inducing(options.learn and isinstance(Z, torch.nn.Parameter))
+    moves = isinstance(model.variational_strategy.inducing_points, torch.nn.Parameter)
+    return rule.default_inducing(options.learn, moves)
 
 
 def _choose_inducing_points(

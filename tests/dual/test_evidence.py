@@ -26,7 +26,7 @@ def sites(n: int, *batch: int) -> Sites:
 def assert_same_with_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     outer = torch.randn_like(actual)
-    found = torch.autograd.grad((outer * actual).sum(), inputs)
+    found = torch.autograd.grad((outer * actual).sum(), inputs, retain_graph=True)
     wanted = torch.autograd.grad((outer * expected).sum(), inputs)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
@@ -61,6 +61,33 @@ def test_evidence_of_two_blocks(batch: tuple[int, ...], own_prior: bool) -> None
     expected = expected - 0.5 * torch.logdet(W)
     expected = expected - 0.5 * (beta * (scale - A.square().sum(-2))).sum(-1)
     assert_same_with_gradients(actual, expected, [Z, scale, *known[0]])
+
+
+def test_blocks_of_different_batch_shapes() -> None:
+    """Latents that share a prior, with a block of functionals for each."""
+    Z = torch.rand(5, 2, requires_grad=True)
+    x, C = torch.rand(9, 2), torch.randn(3, 4, 5)
+    known = [sites(9, 3), sites(4, 3)]
+    K = kernel(Z, Z)
+    own = C @ K
+    blocks = [
+        Block(kernel(Z, x), torch.ones(9), known[0]),
+        Block(own.mT, 2 + (own * C).sum(-1), known[1]),
+    ]
+    chol = scaled_cholesky(K.detach(), JITTER)
+    whitened = [solve_lower(chol, block.cross.detach()) for block in blocks]
+    actual = evidence(K, blocks, chol, whitened, JITTER).value
+    L = torch.linalg.cholesky(K + JITTER * torch.eye(5))
+    cross = torch.cat([blocks[0].cross.expand(3, 5, 9), blocks[1].cross], -1)
+    variance = torch.cat([torch.ones(3, 9), blocks[1].variance], -1)
+    A = torch.linalg.solve_triangular(L, cross, upper=False)
+    lam, beta = (torch.cat(parts, -1) for parts in zip(*known, strict=True))
+    W = torch.eye(5) + (A * beta.unsqueeze(-2)) @ A.mT
+    lam_w = A @ lam.unsqueeze(-1)
+    expected = 0.5 * (lam_w * torch.linalg.solve(W, lam_w)).sum((-2, -1))
+    expected = expected - 0.5 * torch.logdet(W)
+    expected = expected - 0.5 * (beta * (variance - A.square().sum(-2))).sum(-1)
+    assert_same_with_gradients(actual, expected, [Z])
 
 
 @batches

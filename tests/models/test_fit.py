@@ -292,7 +292,7 @@ def test_minibatches_of_per_point_arguments() -> None:
 
 
 def test_many_data_come_in_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, mll = bernoulli(4097)
+    _, mll = bernoulli(4097)
     monkeypatch.setattr(fit_module, "FULL_BATCH_ELEMENTS", 4096)
     with terminal() as stream:
         fit_gpytorch_mll(mll, epochs=1, progress=True)

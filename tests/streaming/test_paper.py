@@ -109,6 +109,7 @@ def streams(name: str) -> tuple[SequentialGP, list[tuple[Tensor, Tensor]]]:
         covar_module=kernel,
         mean_module=ZeroMean(),
         inducing_points=Z,
+        learn_inducing_points=True,
     )
     return model, list(zip(x.split(12), y.split(12), strict=True))
 
@@ -163,7 +164,7 @@ def test_any_likelihood(name: str) -> None:
 def test_inducing_points_may_move() -> None:
     model, batches = streams("bernoulli")
     for x, y in batches:
-        model.update(x, y, mode="paper", memory=MEMORY, steps=3, inducing="learn")
+        model.update(x, y, mode="paper", memory=MEMORY, steps=3)
     assert not torch.equal(model.variational_strategy.inducing_points, make_inputs(6, 2))
     model, batches = streams("bernoulli")
     for x, y in batches:

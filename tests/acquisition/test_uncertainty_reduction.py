@@ -19,9 +19,9 @@ from benchmarks.memory import peak_memory
 from seqgp import BinomialLikelihood, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import (
     expected_reduction,
-    hotspots,
     qExpectedUncertaintyReduction,
     select_from_pool,
+    uncertainty_reduction,
 )
 from seqgp.acquisition import look_ahead as steps
 from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
@@ -220,8 +220,8 @@ def test_blocks_and_progress_do_not_matter(name: str, monkeypatch: pytest.Monkey
     model, X, sites = model_of(name), *map(points, (7, 11))
     options: dict[str, Any] = {"threshold": threshold(name), **arguments_of(name)}
     expected = expected_reduction(model, X, sites, **options)
-    monkeypatch.setattr(hotspots, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(hotspots, "COVARIANCE_ELEMENTS", 22)
+    monkeypatch.setattr(uncertainty_reduction, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(uncertainty_reduction, "COVARIANCE_ELEMENTS", 22)
     with terminal() as stream:
         again = expected_reduction(model, X, sites, progress=True, **options)
     assert_close(again, expected, 1e-6)

@@ -60,10 +60,9 @@ def import_statements(source: str, package: str) -> Iterator[tuple[str, list[str
             module = ".".join([*base, *filter(None, [node.module])]) if node.level else node.module
             assert module is not None  # only relative imports have none
             yield module, [alias.name for alias in node.names]
+        # Names that are put together when the code runs are not seen; only the top has some.
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            # A name that is put together when it runs cannot be read: only the top has one.
-            if isinstance(node.args[0], ast.Constant):
-                yield node.args[0].value, []
+            yield from ((name.value, []) for name in node.args if isinstance(name, ast.Constant))
 
 
 @functools.cache

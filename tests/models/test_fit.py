@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP, SingleTaskVariationalGP
 from botorch.models.transforms import Normalize, Warp
@@ -28,6 +29,7 @@ from tests.helpers import (
     make_kernel,
     make_mean,
     terminal,
+    unscaled,
     with_same_expectations,
 )
 from tests.models.helpers import assert_same, data, gaussian_likelihood, observe, pair
@@ -207,17 +209,18 @@ def test_inducing_points_at_all_inputs_stay() -> None:
     assert torch.equal(model.variational_strategy.inducing_points, model.train_inputs[0])
 
 
+@unscaled
+@pytest.mark.slow
 def test_more_starts_are_never_worse() -> None:
     """The best of the fits is kept, and starts that need not be made are not."""
     values = []
-    for starts in (1, 2, 3):
+    for starts in (1, 2):
         X, Y = make_inputs(40, 2), latent(make_inputs(40, 2)).unsqueeze(-1)
         model = SequentialGP(X, Y + 0.1 * torch.sin(50 * Y), inducing_points=4)
         mll = DualELBO(model.likelihood, model)
         fit_gpytorch_mll(mll, starts=starts)
         values.append(mll.with_priors(model.bound()[0], model.num_data).item())
     assert values[0] <= values[1] + 1e-6
-    assert values[1] <= values[2] + 1e-6
 
 
 def test_frozen_inducing_points_stay() -> None:
@@ -240,7 +243,7 @@ def test_maxiter() -> None:
     for maxiter in (1, 4, 200):
         model, mll = bernoulli()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the iteration limit was reached
+            warnings.filterwarnings("ignore", ".*ITERATIONS REACHED LIMIT", OptimizationWarning)
             fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": maxiter}})
         bounds.append(value(mll, model))
     assert bounds[0] < bounds[1] < bounds[2]
@@ -258,6 +261,7 @@ def test_progress(kwargs: dict[str, int], unit: str, progress: bool) -> None:
     assert ("6/6" in shown) == (progress and unit == "steps")  # 2 epochs of 3 minibatches
 
 
+@pytest.mark.slow
 def test_minibatches() -> None:
     model, mll = bernoulli(200)
     full, full_mll = bernoulli(200)
@@ -364,7 +368,8 @@ def test_statistics_are_frozen_while_fitting() -> None:
     assert torch.equal(model.input_transform.bounds, bounds)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 @pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])
 def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
     """Data without noise: on its way to zero the scale meets the end of its support."""
@@ -372,8 +377,8 @@ def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
     Y = torch.sin(5 * X).sum(-1, keepdim=True)
     model = SequentialGP(X, Y, likelihood=likelihood())
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
-    assert model.likelihood.noise < 0.05
-    assert (model.posterior(X).mean - Y).abs().max() < 0.4
+    assert model.likelihood.noise < 1e-3
+    assert (model.posterior(X).mean - Y).abs().max() < 0.01
 
 
 def test_a_model_without_data_of_its_own() -> None:

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: setup demo test lint types docs wheel clean
+.PHONY: setup demo test quick lint types docs wheel clean
 
 setup: $(READY)
 
@@ -21,7 +21,10 @@ demo: $(READY)
 	$(BIN)/python -m tutorials.hotspots --short
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+quick: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,33 @@ import torch
 
 torch.set_num_threads(1)  # small tensors, and a worker for each core
 
+#: Likelihoods that take the same way through the library as one that is not among them.
+MORE_OF_A_KIND = {
+    "fixed_noise",
+    "laplace",
+    "beta",
+    "negative_binomial",
+    "overdispersed_binomial",
+    "ordinal",
+    "softmax_mixing",
+}
+#: Examples of docstrings that optimise something.
+SLOW_EXAMPLES = {
+    "seqgp.acquisition.fantasy_batch.fantasy_batch",
+    "seqgp.ax.strategy.generation_strategy",
+    "seqgp.ax.strategy.probability_of_validity",
+    "seqgp.batch_optimizer.BatchOptimizer",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out of a quick run what hardly adds to it."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        names = {value for value in case.params.values() if isinstance(value, str)} if case else {}
+        if MORE_OF_A_KIND & {*names} or item.name in SLOW_EXAMPLES:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="module")
 def float64() -> Iterator[None]:

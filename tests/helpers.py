@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from gpytorch import likelihoods as gl
 from gpytorch.distributions import MultivariateNormal
@@ -28,6 +29,17 @@ from seqgp.dual import Convergence
 from seqgp.likelihoods.expectations import expected_log_prob
 
 EMPTY = torch.Size()
+
+#: For tests with data that are raw on purpose: BoTorch would have them scaled.
+unscaled = pytest.mark.filterwarnings(
+    "ignore:Data .* is not (standardized|contained):botorch.exceptions.warnings.InputDataWarning"
+)
+#: For tests of plain expected improvement: BoTorch would have its logarithm.
+plain_improvement = pytest.mark.filterwarnings(
+    "ignore:.* has known numerical issues:botorch.exceptions.warnings.NumericsWarning"
+)
+#: For tests that are content with a candidate where a line search has ended early.
+early_line_searches = pytest.mark.filterwarnings("ignore:Optimization failed:RuntimeWarning")
 
 
 def make_mean(constant: float = 0.3, batch_shape: torch.Size = EMPTY) -> Mean:

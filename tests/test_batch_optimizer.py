@@ -4,13 +4,12 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
-from botorch.exceptions.warnings import InputDataWarning
 from botorch.models import SingleTaskGP
 from botorch.models.transforms import Standardize
 from torch import Tensor
@@ -20,9 +19,16 @@ from seqgp.acquisition import NoValidObservationWarning, log_validity
 from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.quadrature import base_samples
-from tests.helpers import assert_close, assert_untouched, make_inputs, state_of
+from tests.helpers import (
+    assert_close,
+    assert_untouched,
+    early_line_searches,
+    make_inputs,
+    state_of,
+    unscaled,
+)
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), unscaled, early_line_searches]
 
 FEW: dict[str, Any] = {
     "num_restarts": 2,
@@ -30,14 +36,6 @@ FEW: dict[str, Any] = {
     "options": {"maxiter": 15},
     "fit_options": {"maxiter": 10},
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InputDataWarning)
-        warnings.simplefilter("ignore", RuntimeWarning)  # a line search that ends early
-        yield
 
 
 def evaluate(X: Tensor) -> tuple[Tensor, Tensor]:

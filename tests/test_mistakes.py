@@ -459,7 +459,14 @@ def test_one_warning_that_nothing_is_valid_where_it_was_asked() -> None:
 
 
 def test_options_of_initial_conditions_pass() -> None:
-    BatchOptimizer(unit(), options={"batch_limit": 3}, ic_generator=None, num_restarts=2)
+    """Two starts at a time, of two: it is what it would be without."""
+    X = make_inputs(4, 2)
+    asked = []
+    for options in ({}, {"options": {"batch_limit": 2}, "ic_generator": None}):
+        loop = BatchOptimizer(unit(), num_initial=2, num_restarts=2, raw_samples=16, **options)
+        loop.tell(X, X.sum(-1))
+        asked.append(loop.ask(1))
+    assert torch.equal(*asked)
 
 
 def test_state_of_another_problem() -> None:

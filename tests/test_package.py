@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -79,3 +82,60 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made of a copy of the sources, and unpacked."""
+    directory = tmp_path_factory.mktemp("sdist")
+    made = (".*", "__pycache__", "*.egg-info", "build", "dist", "_build", "figures")
+    shutil.copytree(ROOT.parent, directory / "sources", ignore=shutil.ignore_patterns(*made))
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", "..", cwd=directory / "sources")
+    name = f"seqgp-{seqgp.__version__}"
+    with tarfile.open(directory / f"{name}.tar.gz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / name
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    """What Python prints in a directory, whose packages come before installed ones."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(cwd)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.xdist_group("sdist")
+@pytest.mark.slow
+def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
+    def files(root: Path) -> set[Path]:
+        parts = ("seqgp", "tests", "benchmarks", "tutorials", "docs")
+        found = (path for part in parts for path in (root / part).rglob("*"))
+        return {
+            path.relative_to(root)
+            for path in found
+            if not {"__pycache__", "_build"} & {*path.parts}
+        }
+
+    results = {path for path in files(ROOT.parent) if path.match("benchmarks/results/*.json")}
+    assert files(unpacked) == files(ROOT.parent) - results
+    assert all((unpacked / name).exists() for name in ("Makefile", "constraints.txt", "LICENSE"))
+
+
+@pytest.mark.xdist_group("sdist")
+@pytest.mark.slow
+def test_tests_of_the_source_distribution_run(unpacked: Path) -> None:
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    collected = run(*options, "--collect-only", cwd=unpacked).splitlines()
+    files = {line.partition("::")[0] for line in collected if "::" in line}
+    tests = ROOT.parent / "tests"
+    assert {str(path.relative_to(ROOT.parent)) for path in tests.rglob("test_*.py")} <= files
+    assert f"{unpacked}/seqgp" in run("-c", "import seqgp; print(seqgp)", cwd=unpacked)
+    links = "tests/documentation/test_readme.py::test_links_lead_somewhere"
+    assert "passed" in run(*options, "tests/dual/test_duals.py", links, cwd=unpacked)

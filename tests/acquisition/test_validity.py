@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,6 @@ from botorch.acquisition import (
 from botorch.acquisition.analytic import LogConstrainedExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.exceptions.errors import UnsupportedError
-from botorch.exceptions.warnings import InputDataWarning, NumericsWarning
 from botorch.models import ModelListGP, SingleTaskGP, SingleTaskVariationalGP
 from botorch.models.map_saas import EnsembleMapSaasSingleTaskGP
 from botorch.models.model import ModelList
@@ -37,9 +34,16 @@ from seqgp.acquisition import (
 from seqgp.acquisition.validity import LogChances, log_expected_best, takes_for_valid
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.quadrature import base_samples
-from tests.helpers import assert_close, make_inputs, make_kernel, make_mean
+from tests.helpers import (
+    assert_close,
+    make_inputs,
+    make_kernel,
+    make_mean,
+    plain_improvement,
+    unscaled,
+)
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), unscaled, plain_improvement]
 
 
 def values(X: Tensor) -> Tensor:
@@ -48,15 +52,6 @@ def values(X: Tensor) -> Tensor:
 
 def labels(X: Tensor) -> Tensor:
     return (X[..., :1] < 0.7).to(X)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Neither data that are not standardised nor plain EI are of interest here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InputDataWarning)
-        warnings.simplefilter("ignore", NumericsWarning)
-        yield
 
 
 def objective(n: int = 20, **options: Any) -> SequentialGP:

@@ -21,6 +21,9 @@ from seqgp.ax.acquisition import CLEARANCE, TimesValidity
 from seqgp.ax.model import AxSequentialGP
 from seqgp.batch_optimizer import BatchOptimizer
 from tests.ax_integration.helpers import make_client, run
+from tests.helpers import plain_improvement, unscaled
+
+pytestmark = unscaled
 
 BOUNDS = torch.tensor([[0.0, -1.0], [1.0, 3.0]], dtype=torch.double)
 
@@ -55,6 +58,7 @@ def test_value_is_improvement_times_probability(
     torch.testing.assert_close(acqf(x) - acqf.acqf(x), probability, rtol=1e-6, atol=1e-6)
 
 
+@plain_improvement
 def test_batches_are_valid_together(
     parts: tuple[SequentialGP, AxSequentialGP, Tensor, Tensor],
 ) -> None:
@@ -106,6 +110,7 @@ def test_pending_points_are_passed_on(
     assert torch.equal(acqf.acqf.X_pending, X[:2])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_abandoned_trials_are_failures_and_not_pending() -> None:
     client = make_client("z", num_initial=4)
     run(client, lambda p: "abandoned" if p["x"] > 0.5 else {"z": p["y"]}, 5)

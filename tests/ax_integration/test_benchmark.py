@@ -13,6 +13,7 @@ from benchmarks.ax import PROBLEMS, WAYS, regret
 from tests.benchmarks.test_commands import command
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:
     printed = command("ax", "--quick", "--out", str(tmp_path))
     units = json.loads((tmp_path / "ax-quick.json").read_text())["units"]

@@ -140,7 +140,9 @@ def test_an_update_that_goes_wrong_is_followed_by_a_fit(monkeypatch: pytest.Monk
     model = AxSequentialGP(X, Y, previous=old)
     model.learn()
     assert (model.num_updates, model.num_data) == (0, 40)
-    assert (model.posterior(X).mean - Y).abs().mean() < 0.2
+    fresh = AxSequentialGP(X, Y)
+    fresh.learn()
+    torch.testing.assert_close(model.posterior(X).mean, fresh.posterior(X).mean)
 
 
 def test_more_data_than_inducing_points() -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 from seqgp import SequentialGP
 from seqgp.ax.predictor import Predictor
 from seqgp.variational.linear_operators import BorderedCovariance
+from tests.helpers import unscaled
+
+pytestmark = unscaled
 
 
 def make(kind: str, n: int = 40) -> SequentialGP:

@@ -33,6 +33,8 @@ def client() -> Client:
     return client
 
 
+@pytest.mark.xdist_group("storage")
+@pytest.mark.slow
 def test_json(client: Client, tmp_path: Path) -> None:
     path = str(tmp_path / "client.json")
     client.save_to_json_file(path)
@@ -52,6 +54,7 @@ def test_json(client: Client, tmp_path: Path) -> None:
     assert len(Client.load_from_json_file(path).summarize()) == 9
 
 
+@pytest.mark.slow
 def test_sql(tmp_path: Path) -> None:
     config = StorageConfig(url=f"sqlite:///{tmp_path / 'ax.db'}")
     init_engine_and_session_factory(url=config.url, force_init=True)
@@ -73,6 +76,8 @@ def test_sql(tmp_path: Path) -> None:
     assert len(loaded.summarize()) == 6
 
 
+@pytest.mark.xdist_group("storage")
+@pytest.mark.slow
 def test_all_of_ax_s_analyses(client: Client) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,6 +92,8 @@ def test_all_of_ax_s_analyses(client: Client) -> None:
     assert seqgp.ax.VALIDITY not in titles
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("storage")
 def test_feature_importances(client: Client) -> None:
     adapter: Any = client._generation_strategy.adapter
     for metric in ("z", "count"):

@@ -44,6 +44,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return directory, json.loads((directory / "core-quick.json").read_text())
 
 
+@pytest.mark.slow
 def test_help_lists_the_benchmarks() -> None:
     printed = command("--help")
     for name, entry in BENCHMARKS.items():
@@ -52,6 +53,7 @@ def test_help_lists_the_benchmarks() -> None:
         assert (ROOT / "benchmarks" / f"{name}.py").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "only", "row"),
     [
@@ -70,6 +72,7 @@ def test_streaming_benchmarks_run(name: str, only: str, row: str, tmp_path: Path
         assert all(np.isfinite(value) for value in unit.values())
 
 
+@pytest.mark.slow
 def test_banana_runs(tmp_path: Path) -> None:
     """All methods on made data: the table, the figure, and what has to be so."""
     printed = command("banana", "--quick", "--out", str(tmp_path))
@@ -89,6 +92,7 @@ def test_banana_runs(tmp_path: Path) -> None:
     assert fixed[0]["distance"] == pytest.approx(fixed[1]["distance"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_magnetic_runs(tmp_path: Path) -> None:
     """On a made spiral: every step has its row, and ours keeps what it has driven through."""
     only = "explore/in order/ours"
@@ -102,13 +106,15 @@ def test_magnetic_runs(tmp_path: Path) -> None:
     assert len(magnetic.stream_of("revisit", "in order", quick=True).pieces) == 4
 
 
-def test_splitmnist_runs(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_splitmnist_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On few of scikit-learn's digits: ours remembers, also without a memory; own sites do not."""
     name = splitmnist.QUICK
     own = "ours, no memory, own sites"
     for only in ("ours", "ours, no memory", own, "VAR-GP", "offline", "leverage"):
         key = f"{name}/{only}/seed0"
-        printed = command("splitmnist", "--quick", "--only", key, "--out", str(tmp_path))
+        main(["splitmnist", "--quick", "--only", key, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
     units = json.loads((tmp_path / "splitmnist-quick.json").read_text())["units"]
     assert (tmp_path / "splitmnist-digits.png").stat().st_size > 10_000
     accuracy = {key.split("/")[1]: unit.get("accuracy") for key, unit in units.items()}
@@ -127,6 +133,7 @@ def test_figures_keep_what_they_draw() -> None:
     np.testing.assert_allclose(snapshots.unpack(snapshots.pack(values), 3), values, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_timing_runs(tmp_path: Path) -> None:
     printed = command("timing", "--quick", "--out", str(tmp_path))
     units = json.loads((tmp_path / "timing-quick.json").read_text())["units"]
@@ -147,6 +154,8 @@ def test_seconds_until() -> None:
     assert timing.seconds_until(unit, 0.2) is None
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("core")
 def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:
     result = core[1]
     assert result["benchmark"] == "core"
@@ -159,6 +168,8 @@ def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:
     assert made["revision"] is None or len(made["revision"]) == 40
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("core")
 @pytest.mark.parametrize("name", ["bernoulli", "gaussian", "poisson"])
 def test_core_compares_like_with_like(core: tuple[Path, dict[str, Any]], name: str) -> None:
     unit = core[1]["units"][f"step/{name}/threads=1/seed0"]
@@ -171,20 +182,27 @@ def test_core_compares_like_with_like(core: tuple[Path, dict[str, Any]], name: s
     assert unit["seconds"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("core")
 def test_core_measures_memory(core: tuple[Path, dict[str, Any]]) -> None:
     for n in (10_000, 100_000):
         unit = core[1]["units"][f"memory/n={n}"]
-        assert unit["data"] == pytest.approx(n * 5 * 8 / MEGABYTE, abs=0.1)
-        assert unit["extra"] == pytest.approx(unit["peak"] - unit["before"], abs=0.11)
+        # Rounded to a tenth of a megabyte, each of them.
+        assert unit["data"] == pytest.approx(n * 5 * 8 / MEGABYTE, abs=0.051)
+        assert unit["extra"] == pytest.approx(unit["peak"] - unit["before"], abs=0.151)
         assert 0 < unit["extra"] < 400
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("core")
 def test_finished_run_is_not_repeated(core: tuple[Path, dict[str, Any]]) -> None:
     directory, result = core
     main(["core", "--quick", "--out", str(directory)])
     assert json.loads((directory / "core-quick.json").read_text()) == result
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("core")
 def test_report_renders_full_results_only(core: tuple[Path, dict[str, Any]]) -> None:
     directory, result = core
     assert "| bernoulli |" not in report(directory).read_text()
@@ -257,12 +275,13 @@ def allocate(before: int, during: int) -> Iterator[int]:
     torch.ones(during * MEGABYTE, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_work_alone() -> None:
     ballast = torch.ones(700 * MEGABYTE, dtype=torch.uint8)  # must not count in the other process
     measured = peak_memory(allocate, before=30, during=100)
     del ballast
     assert measured["data"] == 30
-    assert measured["extra"] == pytest.approx(100, abs=5)
+    assert measured["extra"] == pytest.approx(100, abs=5)  # and what torch needs to begin with
     assert measured["before"] < 700
 
 
@@ -279,6 +298,7 @@ def test_data_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
         data.find("there-is-no-such-file")
 
 
+@pytest.mark.slow
 def test_hotspots_compares_like_with_like(tmp_path: Path) -> None:
     """All ways start from the same sites; those with the same model from the same scores."""
     printed = command("hotspots", "--quick", "--out", str(tmp_path))

@@ -80,6 +80,7 @@ def test_a_lander_without_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
         Lander(0, 1)
 
 
+@pytest.mark.slow
 def test_lunar_runs(tmp_path: Path) -> None:
     printed = command("lunar", "--quick", "--only", "[fr]*", "--out", str(tmp_path))
     assert "| fantasies, batches of 3 |" in printed
@@ -91,6 +92,7 @@ def test_lunar_runs(tmp_path: Path) -> None:
         assert unit["rewards"][:24] == units["random/seed0"]["rewards"][:24]
 
 
+@pytest.mark.slow
 def test_constrained_runs(tmp_path: Path) -> None:
     printed = command("constrained", "--quick", "--out", str(tmp_path))
     assert "| failures learnt (ours) |" in printed

@@ -26,7 +26,7 @@ from seqgp import SequentialGP
 from seqgp.checkpoint import CheckpointError, load_extra, storage
 from seqgp.streaming.memory import MemoryOptions
 from tests.checkpoint.hostile import forge_content, peak_memory
-from tests.helpers import CASES, latent, make_inputs, problem
+from tests.helpers import CASES, latent, make_inputs, problem, unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -107,6 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@unscaled
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_variants(variant: str, tmp_path: Path) -> None:
     model = begin("gaussian", **VARIANTS[variant])
@@ -597,6 +598,7 @@ STREAM = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_stream_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """A real process, killed while it writes; another one that goes on; and one without a pause."""
     source = textwrap.dedent(STREAM)

@@ -69,6 +69,7 @@ def test_index_has_them_all() -> None:
             assert "--short" in path.read_text()
 
 
+@pytest.mark.slow
 def test_robot(tmp_path: Path) -> None:
     directory, output = run("robot", tmp_path)
     first, second, third = rows_of(output, 8)
@@ -78,6 +79,7 @@ def test_robot(tmp_path: Path) -> None:
     check_figure(directory / "figures" / "robot-history.png", 3, 1)
 
 
+@pytest.mark.slow
 def test_banana(tmp_path: Path) -> None:
     directory, output = run("banana", tmp_path)
     rows = [line.split()[3:] for line in output.splitlines() if line.startswith("after batch")]
@@ -89,6 +91,7 @@ def test_banana(tmp_path: Path) -> None:
         check_figure(directory / "figures" / f"{name}.png", 1, 1)
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     directory, output = run("checkpoints", tmp_path)
     assert "the same, bit by bit: True" in output
@@ -96,10 +99,14 @@ def test_checkpoints(tmp_path: Path) -> None:
     check_figure(directory / "figures" / "checkpoints.png", 1, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stream")
 def test_figure_is_not_blank(demo: tuple[Path, str]) -> None:
     check_figure(demo[0] / "figures" / "stream.png", 2, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stream")
 def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
     rows = [line.split() for line in demo[1].splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == 2 * 5
@@ -109,6 +116,7 @@ def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
         assert float(task[-1][-2]) < float(task[0][-2]) - 0.1  # it has learnt something
 
 
+@pytest.mark.slow
 def test_failures(tmp_path: Path) -> None:
     directory, output = run("failures", tmp_path)
     for way in ("learnt", "penalised", "left out"):
@@ -117,6 +125,7 @@ def test_failures(tmp_path: Path) -> None:
     check_figure(directory / "figures" / "failures.png", 2, 3)
 
 
+@pytest.mark.slow
 def test_ax_experiment(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tutorials.ax_experiment", "--short"],
@@ -151,11 +160,15 @@ PANELS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("hotspots")
 @pytest.mark.parametrize("name", list(PANELS))
 def test_hotspot_figures_are_not_blank(name: str, hotspots: tuple[Path, str]) -> None:
     check_figure(hotspots[0] / "figures" / f"{name}.png", *PANELS[name])
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("hotspots")
 def test_hotspot_table(hotspots: tuple[Path, str]) -> None:
     """Accuracy, sensitivity and MSE of both ways, at several stages, starting alike."""
     rows = [line.split() for line in hotspots[1].splitlines() if line.strip()[:1].isdigit()]
@@ -190,6 +203,7 @@ def test_no_village_is_surveyed_twice() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     """Five tasks, three ways; the paper's forgets without a memory, ours does not."""
     directory, printed = run("digits", tmp_path, "--short")

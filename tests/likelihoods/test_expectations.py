@@ -212,6 +212,7 @@ def test_sites(floor: float | None) -> None:
     assert torch.equal(lam, expected.alpha + floored * centred)
 
 
+@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 def test_missing_targets_have_empty_sites() -> None:
     likelihood = gl.GaussianLikelihoodWithMissingObs()
     y = torch.tensor([0.5, torch.nan, -1.0])

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqgp import BinomialLikelihood, SequentialGP
 from seqgp.acquisition import qNegIntegratedPosteriorVariance
-from tests.helpers import assert_close, make_inputs
+from tests.helpers import assert_close, make_inputs, plain_improvement
 from tests.models.acquisition_table import (
     LIKELIHOODS,
     NOT_MEANINGFUL,
@@ -165,6 +165,7 @@ def test_the_table_is_complete() -> None:
     assert "| `qMaxValueEntropy` | works | raises | raises | raises |" in lines
 
 
+@plain_improvement
 @pytest.mark.parametrize(("name", "likelihood"), entries(WORKS))
 def test_works(name: str, likelihood: str) -> None:
     """It can be evaluated and optimised, and what is found is better than a random guess."""
@@ -190,6 +191,7 @@ def test_works(name: str, likelihood: str) -> None:
     assert value > values.mean()
 
 
+@plain_improvement
 @pytest.mark.parametrize(("name", "likelihood"), entries(WORKS, NOT_MEANINGFUL))
 def test_gradients(name: str, likelihood: str) -> None:
     """Against central differences; steps of 1e-4, as the sites of fantasies converge to 1e-6."""
@@ -236,6 +238,7 @@ def test_not_meaningful(name: str, likelihood: str) -> None:
 # -------------------------------------------------------------------- the values
 
 
+@plain_improvement
 @pytest.mark.parametrize("name", list(ACQUISITIONS))
 def test_gaussian_values_are_those_of_the_exact_model(name: str) -> None:
     make, q = ACQUISITIONS[name]

@@ -266,6 +266,7 @@ LARGE = """
 """
 
 
+@pytest.mark.slow
 def test_many_fantasies_fit_in_memory() -> None:
     """1,400 candidates of 16 fantasies, at 1,400 points: each moment alone is .25 GB."""
     command: list[Any] = [sys.executable, "-c", textwrap.dedent(LARGE)]

@@ -27,7 +27,9 @@ from tests.helpers import (
     make_inputs,
     make_kernel,
     make_mean,
+    plain_improvement,
     state_of,
+    unscaled,
 )
 from tests.models.helpers import assert_same, data, gaussian_likelihood, observe, pair
 
@@ -225,6 +227,7 @@ def test_posterior_transform() -> None:
     assert_close(transformed.covariance_matrix, covariance)
 
 
+@plain_improvement
 @pytest.mark.parametrize("cache_root", [True, False])
 def test_hypervolume_improvement_is_that_of_botorch(cache_root: bool) -> None:
     """Not its logarithm, for which BoTorch compiles an extension when it is used first."""
@@ -319,6 +322,7 @@ def test_list_of_several_outputs() -> None:
     assert_close(posterior.variance, torch.cat([m.posterior(X).variance for m in models], -1))
 
 
+@unscaled
 def test_list_is_fitted() -> None:
     X = make_inputs(15, 2)
     models = [
@@ -339,6 +343,7 @@ def test_list_is_fitted() -> None:
         assert not torch.equal(model.covar_module.lengthscale, old)
 
 
+@unscaled
 @pytest.mark.parametrize("shape", [(3, 2), (2, 2), (5, 3, 2), (4, 1, 2, 2)])
 def test_joint_covariance_of_outputs_with_their_own_lengthscales(shape: tuple[int, ...]) -> None:
     """Batches of inputs, also as many points as outputs, whose dimensions could be confused."""
@@ -359,6 +364,7 @@ def test_joint_covariance_of_outputs_with_their_own_lengthscales(shape: tuple[in
     assert_close(ours.distribution.covariance_matrix, exact.distribution.covariance_matrix, 1e-5)
 
 
+@unscaled
 def test_slices_of_a_batch_of_models() -> None:
     X = make_inputs(3, 10, 2)
     model = SequentialGP(X, torch.sin(6 * X).sum(-1, keepdim=True))
@@ -370,6 +376,7 @@ def test_slices_of_a_batch_of_models() -> None:
     assert_close(lazy[..., 1:3, :2].to_dense(), dense[..., 1:3, :2], 1e-12)
 
 
+@unscaled
 def test_each_output_has_its_own_fixed_noise() -> None:
     X, test = make_inputs(12, 2), make_inputs(4, 2)
     Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)

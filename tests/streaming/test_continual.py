@@ -20,7 +20,7 @@ from seqgp.likelihoods.softmax import softmax_bound_sites
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.streaming import rules
 from seqgp.streaming.memory import MemoryOptions
-from tests.helpers import assert_close
+from tests.helpers import assert_close, unscaled
 
 EVERYTHING = MemoryOptions(capacity=None)
 CLASSES = 3
@@ -321,6 +321,7 @@ def test_what_cannot_be(options: dict[str, Any], error: str) -> None:
     assert model.stream.summary_share == 1
 
 
+@unscaled
 def test_gaussian_observations_need_no_replay() -> None:
     X, _ = blobs()
     model = SequentialGP(X[:20], X[:20, :1])

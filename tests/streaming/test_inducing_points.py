@@ -10,6 +10,7 @@ from torch import Tensor
 
 from seqgp import SequentialGP
 from seqgp.streaming.inducing_points import choose_inducing_points, cluster_inducing_points
+from tests.helpers import unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -75,6 +76,7 @@ def test_an_allocator_chooses_anew() -> None:
     assert torch.equal(chosen, expected)
 
 
+@unscaled
 def test_points_travel_without_loss_until_they_are_rebased() -> None:
     """There and back again: predictions are the same; with a rebase in between they are not."""
     X = torch.rand(40, 2)
@@ -184,8 +186,8 @@ def test_clusters_along_a_stream() -> None:
     model = SequentialGP(X[:0], Y[:0], inducing_points=X[:1])
     for x, y in zip(X.split(30), Y.split(30), strict=True):
         model.update(x, y, inducing="cluster", max_inducing=8, memory=20, steps=2)
-    Z = model.variational_strategy.inducing_points
+    Z = model.variational_strategy.inducing_points.detach()
     assert len(Z) == 8
     for centre in (0.0, 1.0, 5.0, 6.0):
-        assert float((Z - centre).abs().min()) < 0.2
-    assert float((model.posterior(X).mean - Y).abs().max()) < 0.3
+        assert (Z - centre).abs().min() < 0.1  # two standard deviations of a cluster
+    assert (model.posterior(X).mean - Y).abs().max() < 0.01

@@ -29,7 +29,7 @@ from seqgp import (
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.rules import stands_for
 from seqgp.streaming.update import UpdateRecord
-from tests.helpers import make_kernel, make_mean
+from tests.helpers import make_kernel, make_mean, unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -275,6 +275,7 @@ def test_gradients_with_observations_that_stand_for_others() -> None:
             assert gradient[i].item() == pytest.approx(difference, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_lengthscales_of_classes_are_not_learnt_too_short() -> None:
     """A sorted stream, of which a tenth is remembered, ends near what batch learning finds."""
     X = torch.rand(600, 2, generator=torch.Generator().manual_seed(1)).sort(0).values
@@ -295,6 +296,7 @@ def test_lengthscales_of_classes_are_not_learnt_too_short() -> None:
     assert lengths[0] > 0.7 * lengths[1]
 
 
+@pytest.mark.slow
 def test_thousands_of_updates_do_not_drift() -> None:
     """One observation at a time, all folded: rounding is all that parts it from batch learning."""
     X, Y, _ = make_data("gaussian", 1000)
@@ -325,10 +327,11 @@ def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
     streamed = make_model("gaussian", X[:0], Y[:0], X[:20], learn_inducing_points=False)
     for x, y in zip(X.split(30), Y.split(30), strict=True):
         record = streamed.update(x, y, memory=MemoryOptions(capacity=30))
-    assert streamed.likelihood.noise.item() == pytest.approx(batch.likelihood.noise.item(), rel=0.1)
+    noise, expected = streamed.likelihood.noise.item(), batch.likelihood.noise.item()
+    assert noise == pytest.approx(expected, rel=0.05)
     grid = torch.linspace(0, 1, 50).unsqueeze(-1)
-    error = (streamed.posterior(grid).mean - torch.sin(12 * grid)).square().mean().sqrt()
-    assert error.item() < 0.1
+    difference = streamed.posterior(grid).mean - batch.posterior(grid).mean
+    assert difference.abs().max() < 0.05  # a quarter of the noise's standard deviation
     assert record.num_memory == 30
     assert record.steps > 0
     assert set(record.hyperparameters) >= {"likelihood.noise_covar.noise", "mean_module.constant"}
@@ -429,8 +432,6 @@ def test_float32() -> None:
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "softmax"])
 @pytest.mark.parametrize("memory", [EVERYTHING, NOTHING])
 def test_what_is_added_can_be_forgotten(name: str, memory: MemoryOptions) -> None:
-    if name != "gaussian" and memory is NOTHING:
-        return  # folded for good: see the next test
     X, Y, _ = make_data(name)
     model = make_model(name, X[:20], Y[:20], X[:8])
     model.update(X[:0], Y[:0], memory=memory, learn=False)
@@ -617,6 +618,7 @@ def test_weights_stay_with_their_observations() -> None:
         assert weights[tuple(x.tolist())] == weight
 
 
+@unscaled
 def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
     """Though the first batch had no use for as many."""
     X = torch.linspace(0, 8, 400).unsqueeze(-1)
@@ -628,7 +630,7 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
         record = model.update(x, y, steps=5, memory=20)
     assert first < record.num_inducing <= 40
     assert record.num_memory == 20
-    assert (model.posterior(X).mean - Y).abs().max() < 0.3
+    assert (model.posterior(X).mean - Y).abs().max() < 0.08
 
 
 @pytest.mark.parametrize(

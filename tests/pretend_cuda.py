@@ -29,9 +29,10 @@ active. Outside of `PretendCUDA` its tensors can only be printed.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -40,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tests.synchronisation import Source, source, synchronises
 
@@ -161,35 +162,27 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = func._schema.name
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        there = [t for t in tensors if isinstance(t, PretendTensor)]
-        goes_there = bool(there)
-        if kwargs.get("device") is not None:
-            goes_there = _is_there(kwargs["device"])
-            kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
+        name, device = func._schema.name, kwargs.get("device")
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        there = [t for t in tensors if type(t) is PretendTensor]
+        goes_there = bool(there) if device is None else _is_there(device)
         if not there and not goes_there:
             return func(*args, **kwargs)
+        if device is not None:
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
         if name in _COPIES:
             goes_there = self._copy(name, args, goes_there)
-        else:
-            _check_devices(func, args, kwargs, tensors)
-            self._note_waits(name, args)
+        elif device is None and len(there) < len(tensors):
+            _check_devices(func, args, kwargs)
+        self._note_waits(name, args)
         if goes_there and kwargs.get("generator") is not None:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-        held = {id(t._value): t for t in there}
-        out = func(*_unwrapped(args), **_unwrapped(kwargs))
-
-        def wrap(t: Tensor) -> Tensor:
-            wrapper = held.get(id(t))  # of an operation in place
-            if wrapper is None:
-                return PretendTensor(t) if goes_there else t
-            if wrapper.shape != t.shape or wrapper.stride() != t.stride():
-                raise NotImplementedError(f"{name}: a pretended tensor cannot change its shape.")
-            return wrapper
-
-        return tree_map_only(Tensor, wrap, out)
+        out = func(*_unwrapped(args), **{key: _unwrapped(v) for key, v in kwargs.items()})
+        if torch.Tag.inplace_view in func.tags:  # `squeeze_`: the shape of the wrapper, too
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
+        return _wrapped(out, name, {id(t._value): t for t in there}) if goes_there else out
 
     def _copy(self, name: str, args: Any, goes_there: bool) -> bool:
         """Whether a copy ends on the device; between devices, the host waits for it."""
@@ -209,8 +202,8 @@ class _Operations(TorchDispatchMode):
                     self.wait("copy to the device")
 
 
-def _check_devices(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-    """Raise where CUDA would."""
+def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise for arguments on both devices where CUDA would."""
     name = func._schema.name
     if name in _INDEXING:  # indices may be anywhere
         if not isinstance(args[0], PretendTensor):
@@ -218,25 +211,20 @@ def _check_devices(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> 
                 f"{name}: indices should be either on cpu or on the same device as the indexed "
                 "tensor (cpu)"
             )
-        tensors = [t for t in tree_leaves(args[2:]) if isinstance(t, Tensor)]
+        args = (args[0], [], *args[2:])
     elementwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
     takes_numbers = elementwise or name in _TAKE_NUMBERS | _INDEXING
-    for tensor in tensors:
-        if not isinstance(tensor, PretendTensor) and (tensor.dim() or not takes_numbers):
-            _raise_mixed(name, tensor)
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in tree_leaves(given.get(argument.name)):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, PretendTensor):
-                    _raise_mixed(name, tensor)
-
-
-def _raise_mixed(name: str, tensor: Tensor) -> None:
-    raise RuntimeError(
-        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
-        f"cpu! {name} got a CPU tensor of shape {tuple(tensor.shape)}."
-    )
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors([given.get(argument.name)]):
+            is_number = tensor.dim() == 0 and takes_numbers and not is_written
+            if not isinstance(tensor, PretendTensor) and not is_number:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two "
+                    f"devices, cuda:0 and cpu! {name} got a CPU tensor of shape "
+                    f"{tuple(tensor.shape)}."
+                )
 
 
 class _Functions(TorchFunctionMode):
@@ -294,19 +282,23 @@ class _Functions(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, new: Tensor) -> None:
         """``tensor.data = new``, from where the one object may be to where the other is."""
-        if not isinstance(tensor, PretendTensor) and not isinstance(new, PretendTensor):
-            return Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+        if not _is_mixed(tensor, new):
+            Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+            if isinstance(tensor, PretendTensor):
+                tensor._value = new._value
+            return
         replacement = _alias(new, isinstance(new, PretendTensor))
         if isinstance(tensor, torch.nn.Parameter):
             replacement = torch.nn.Parameter(replacement, tensor.requires_grad)
         else:
             replacement.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None and tensor.shape == new.shape:  # torch leaves it where it is
-            grad = _alias(tensor.grad, isinstance(new, PretendTensor), new.dtype)
-            replacement.grad = grad
-        with torch._C.DisableTorchFunction():
+            replacement.grad = _alias(tensor.grad, isinstance(new, PretendTensor), new.dtype)
+        try:
             torch.utils.swap_tensors(tensor, replacement)
-        return None
+        except RuntimeError:  # graphs that are no longer used still refer to the tensor
+            gc.collect()
+            torch.utils.swap_tensors(tensor, replacement)
 
     def _index(self, index: Any) -> Any:
         """An index whose lists are tensors on the device."""
@@ -334,8 +326,38 @@ def _alias(tensor: Tensor, is_there: bool, dtype: torch.dtype | None = None) -> 
     return PretendTensor(value) if is_there else value.detach()
 
 
-def _unwrapped(nest: Any) -> Any:
-    return tree_map(lambda t: t._value if isinstance(t, PretendTensor) else t, nest)
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation, some of which may be lists."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found += [t for t in argument if isinstance(t, Tensor)]
+    return found
+
+
+def _unwrapped(argument: Any) -> Any:
+    """Arguments of an operation with what pretended tensors hold in their place."""
+    if type(argument) is PretendTensor:
+        return argument._value
+    if isinstance(argument, list | tuple):
+        return type(argument)(map(_unwrapped, argument))
+    return argument
+
+
+def _wrapped(out: Any, name: str, held: dict[int, PretendTensor]) -> Any:
+    """The results of an operation, as pretended tensors: those that it changed are themselves."""
+    if isinstance(out, list | tuple):
+        return type(out)(_wrapped(part, name, held) for part in out)
+    if not isinstance(out, Tensor):
+        return out
+    wrapper = held.get(id(out))
+    if wrapper is None:
+        return PretendTensor(out)
+    if wrapper.shape != out.shape:
+        raise NotImplementedError(f"{name}: a pretended tensor cannot change its shape.")
+    return wrapper
 
 
 def _holds_slices(index: Any) -> bool:

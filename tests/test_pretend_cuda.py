@@ -56,6 +56,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "factorisation": lambda a, b: torch.linalg.cholesky(a @ a.mT + b @ b.mT),
     "solution": lambda a, b: torch.linalg.solve(a @ a.mT + b @ b.mT, b),
     "zeros": lambda a, b: torch.zeros_like(a) + a.new_zeros(3) + torch.zeros(3, device=b.device),
+    "zeros like the CPU's": lambda a, b: torch.zeros_like(A, device=a.device) + b,
+    "split": lambda a, b: torch.stack(a.unbind(-1)[:2]) @ b,
     "from a list": lambda a, b: torch.tensor([1.0, 2.0, 3.0], device=a.device) * b,
     "from a number": lambda a, b: torch.as_tensor(3.5, device=a.device) * b,
     "new tensor": lambda a, b: a.new_tensor([[1.0], [2.0]]) * b,
@@ -107,6 +109,7 @@ ASSIGNMENTS: dict[str, Callable[[Tensor], object]] = {
     "a slice from the CPU": lambda t: t.__setitem__(slice(0, 1), B[:1]),
     "through a view": lambda t: t.mT[1].fill_(4.0),
     "in place": lambda t: t.add_(1.0).mul_(t),
+    "another shape": lambda t: t.unsqueeze_(0).mT.transpose_(-1, -2).add_(1.0),
     "through data": lambda t: t.data.copy_(B),
     "an output": lambda t: torch.maximum(t, t.new_zeros(()) + 2, out=t),
 }

@@ -16,7 +16,7 @@ What holds on CUDA holds here:
 * random numbers on the device need a generator of the device: one of the CPU raises;
 * ``.numpy()`` raises, ``.cpu()``, ``.item()``, ``bool()`` and ``.tolist()`` bring values back;
 * factories (``torch.zeros(..., device=)``, ``new_zeros``, ``torch.tensor``) put them there;
-* ``module.to(DEVICE)`` keeps its parameters, as objects;
+* ``module.to(DEVICE)`` keeps its parameters as objects (here unless a graph refers to them);
 * ``torch.save`` and ``copy.deepcopy`` work.
 
 Values are those of the CPU, random numbers too, so results can be compared bit by bit. Of kernels
@@ -248,7 +248,7 @@ class _Functions(TorchFunctionMode):
             return self._make(func, args, kwargs)
         first = args[0] if args else None
         if func is torch._has_compatible_shallow_copy_type and _is_mixed(*args[:2]):
-            return True
+            return _can_be_swapped(first)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._set_data(first, args[1])
         if isinstance(first, PretendTensor):
@@ -294,11 +294,7 @@ class _Functions(TorchFunctionMode):
             replacement.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None and tensor.shape == new.shape:  # torch leaves it where it is
             replacement.grad = _alias(tensor.grad, isinstance(new, PretendTensor), new.dtype)
-        try:
-            torch.utils.swap_tensors(tensor, replacement)
-        except RuntimeError:  # graphs that are no longer used still refer to the tensor
-            gc.collect()
-            torch.utils.swap_tensors(tensor, replacement)
+        torch.utils.swap_tensors(tensor, replacement)
 
     def _index(self, index: Any) -> Any:
         """An index whose lists are tensors on the device."""
@@ -317,6 +313,21 @@ def _is_there(device: Any) -> bool:
 
 def _is_mixed(a: Tensor, b: Tensor) -> bool:
     return isinstance(a, PretendTensor) != isinstance(b, PretendTensor)
+
+
+def _can_be_swapped(tensor: Tensor) -> bool:
+    """Whether an object can become a tensor on the other device: no graph refers to it."""
+    for collect in (False, True):
+        if collect:  # graphs that are no longer used
+            gc.collect()
+        try:
+            other = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+            torch.utils.swap_tensors(tensor, other)
+        except RuntimeError:
+            continue
+        torch.utils.swap_tensors(tensor, other)
+        return True
+    return False
 
 
 def _alias(tensor: Tensor, is_there: bool, dtype: torch.dtype | None = None) -> Tensor:

@@ -34,6 +34,7 @@ SYNCHRONISING = frozenset(
         "aten::_local_scalar_dense",  # item, float, int and bool
         "aten::is_nonzero",
         "aten::equal",
+        "aten::allclose",
         "aten::nonzero",
         "aten::_unique2",
         "aten::unique_dim",
@@ -41,7 +42,12 @@ SYNCHRONISING = frozenset(
         "aten::unique_dim_consecutive",
         "aten::masked_select",
         "aten::multinomial",  # checks its probabilities
+        "aten::bincount",
         "aten::_linalg_check_errors",  # `torch.linalg.cholesky` and the like, unlike `cholesky_ex`
+        "aten::_linalg_eigh",
+        "aten::_linalg_svd",
+        "aten::linalg_eig",
+        "aten::linalg_lstsq",
     }
 )
 

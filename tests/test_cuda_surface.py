@@ -380,7 +380,7 @@ def test_moving_a_model(name: str) -> None:
     model = model_of(name, CPU)
     expected = state(model), moments(model, X)
     conditioned = model.condition_on_observations(X, Y, **arguments)
-    expected_conditioned = moments(conditioned, X)
+    expected_conditioned = moments(conditioned.to(CPU), X)  # which clears caches, too
     with PretendCUDA():
         fantasy = model.condition_on_observations(X, Y, **arguments).to(DEVICE)
         assert_equal(moved(moments(fantasy, X.to(DEVICE)), CPU), expected_conditioned)

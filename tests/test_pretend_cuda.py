@@ -261,6 +261,14 @@ def test_modules_keep_their_parameters() -> None:
     assert parameter.item() != 0.0
 
 
+def test_modules_whose_parameters_are_in_use() -> None:
+    kernel = RBFKernel()
+    covariance = kernel(A).to_dense()
+    kernel.to(DEVICE)
+    assert_same(kernel(there(A)).to_dense().detach(), covariance.detach())
+    covariance.sum().backward()
+
+
 def test_data_can_be_replaced() -> None:
     host, other = A.clone(), there(A)
     other.data = there(B)

@@ -34,6 +34,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,7 +82,7 @@ class PretendTensor(Tensor):
         )
 
     def __init__(self, value: Tensor) -> None:
-        self._value = value.detach()
+        self._value = value.detach() if value.requires_grad else value
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -160,10 +161,14 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.wait = wait
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which takes as long as all of the rest
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name, device = func._schema.name, kwargs.get("device")
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        name, changes_shape = _properties(func)
+        device, tensors = kwargs.get("device"), _tensors((*args, *kwargs.values()))
         there = [t for t in tensors if type(t) is PretendTensor]
         goes_there = bool(there) if device is None else _is_there(device)
         if not there and not goes_there:
@@ -179,7 +184,7 @@ class _Operations(TorchDispatchMode):
         if goes_there and kwargs.get("generator") is not None:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         out = func(*_unwrapped(args), **{key: _unwrapped(v) for key, v in kwargs.items()})
-        if torch.Tag.inplace_view in func.tags:  # `squeeze_`: the shape of the wrapper, too
+        if changes_shape:  # `squeeze_`: that of the wrapper, too
             with torch._C._DisableTorchDispatch():
                 func(*args, **kwargs)
         return _wrapped(out, name, {id(t._value): t for t in there}) if goes_there else out
@@ -200,6 +205,12 @@ class _Operations(TorchDispatchMode):
             for index in args[1]:
                 if isinstance(index, Tensor) and not isinstance(index, PretendTensor):
                     self.wait("copy to the device")
+
+
+@cache
+def _properties(func: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it changes shapes in place."""
+    return func._schema.name, torch.Tag.inplace_view in func.tags
 
 
 def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
@@ -255,7 +266,9 @@ class _Functions(TorchFunctionMode):
             if func is Tensor.tolist:
                 return first.cpu().tolist()
             if func is Tensor.numpy:
-                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()"
+                )
             if func is Tensor.__getitem__:
                 return func(first, self._index(args[1]))
             if func is Tensor.__setitem__:

@@ -10,8 +10,9 @@ operations pass through the dispatcher, where they can be counted::
     print(table(counter.sources))
 
 The count is an upper bound: ``torch.equal`` does not wait where sizes differ or both arguments are
-the same memory, and is counted all the same, but labelled. Copies between host and device are no operations on the CPU (``.cpu()``, ``.tolist()``, and
-``torch.tensor(..., device=...)``, which waits as well); ``tests/pretend_cuda.py`` counts them.
+the same memory, and is counted all the same, but labelled. Copies between host and device are no
+operations on the CPU (``.cpu()``, ``.tolist()``, and ``torch.tensor(..., device=)``, which waits as
+well); ``tests/pretend_cuda.py`` counts them.
 """
 
 from __future__ import annotations

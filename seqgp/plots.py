@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods.predictive import conditional_moments
 from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
-from seqgp.models.posteriors import conditional_moments
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.streaming.update import UpdateRecord
 from seqgp.validation import check_inputs

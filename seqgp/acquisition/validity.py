@@ -35,21 +35,32 @@ from typing import Any, NamedTuple
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
-from botorch.acquisition.analytic import _log_ei_helper, _scaled_improvement
-from botorch.acquisition.logei import TAU_RELU, _log_improvement
+
+# Not public, but 40 lines of careful numerics. `LogExpectedImprovement`, which is public, calls
+# `.to(X)` at each evaluation, and that drops the caches of the model.
+from botorch.acquisition.analytic import _log_ei_helper
+from botorch.acquisition.logei import TAU_RELU
 from botorch.acquisition.monte_carlo import MCAcquisitionFunction
 from botorch.acquisition.objective import MCAcquisitionObjective, PosteriorTransform
 from botorch.exceptions.errors import UnsupportedError
 from botorch.models.model import Model, ModelList
 from botorch.sampling.base import MCSampler
 from botorch.sampling.normal import SobolQMCNormalSampler
-from botorch.utils.safe_math import log_fatmoid, logmeanexp, logsumexp
+from botorch.utils.safe_math import (
+    log_fatmoid,
+    log_fatplus,
+    log_softplus,
+    logmeanexp,
+    logsumexp,
+)
 from botorch.utils.transforms import (
     concatenate_pending_points,
     is_ensemble,
     t_batch_mode_transform,
 )
 from gpytorch.likelihoods import BernoulliLikelihood
+
+# The only class that all Gaussian likelihoods of GPyTorch and BoTorch have in common.
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
@@ -258,8 +269,8 @@ class LogValidExpectedImprovement(AcquisitionFunction):
         posterior: Any = self.model.posterior(X, posterior_transform=self.posterior_transform)
         mean = posterior.mean.squeeze(-1).squeeze(-1)
         sigma = posterior.variance.clamp_min(_MIN_VARIANCE).sqrt().squeeze(-1).squeeze(-1)
-        u = _scaled_improvement(mean, sigma, self.best_f.to(mean), self.maximize)
-        log_improvement = _log_ei_helper(u) + sigma.log()
+        gain = mean - self.best_f.to(mean) if self.maximize else self.best_f.to(mean) - mean
+        log_improvement = _log_ei_helper(gain / sigma) + sigma.log()
         if is_ensemble(self.model):
             log_improvement = logmeanexp(log_improvement, dim=-1)
         return log_improvement + value
@@ -369,9 +380,9 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
             log_improvement = torch.zeros_like(chances.valid)
         else:
             _, values = self._get_samples_and_objectives(X)
-            log_improvement = _log_improvement(
-                values, self.best_f.to(values), self.tau_relu, self.fat
-            )
+            best_f = self.best_f.to(values).unsqueeze(-1)
+            smooth = log_fatplus if self.fat else log_softplus
+            log_improvement = smooth(values - best_f, tau=self.tau_relu)
             if is_ensemble(self.model):
                 chances = LogChances(*(part.unsqueeze(-2) for part in chances))
         # Of batches of models, not all may be there in both: sort what is.

@@ -6,7 +6,7 @@ Importing this package needs Ax (``pip install "seqgp[ax]"``) and registers what
 storage: import it before loading an experiment that was made with it.
 """
 
-from seqgp.ax._version_check import check_version, installed_version
+from seqgp.ax.version_check import check_version, installed_version
 
 check_version(installed_version())
 

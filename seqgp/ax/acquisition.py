@@ -25,7 +25,7 @@ from botorch.sampling.get_sampler import get_sampler
 from torch import Tensor
 
 from seqgp.acquisition.validity import log_validity
-from seqgp.ax.model import AxSequentialGP
+from seqgp.ax.model import AxSequentialGP, ExpectedOutcome
 from seqgp.ax.transforms import VALIDITY
 
 #: Around a failed trial, in parts of the ranges of parameters: no trial is to be as close again.
@@ -273,7 +273,7 @@ def _is_in(X: Tensor, others: Tensor) -> Tensor:
 def _is_gaussian(model: Model) -> bool:
     models = model.models if isinstance(model, ModelList) else [model]
     transforms = [getattr(each, "outcome_transform", None) for each in models]
-    return all(transform is None or transform._is_linear for transform in transforms)
+    return not any(isinstance(transform, ExpectedOutcome) for transform in transforms)
 
 
 register_acquisition(ValidAcquisition)

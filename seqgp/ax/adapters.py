@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ax.adapter.base import Adapter, GenResults
@@ -27,7 +28,9 @@ from ax.generators.random.sobol import SobolGenerator
 from ax.generators.torch.botorch_modular.generator import BoTorchGenerator
 from ax.generators.torch.botorch_modular.surrogate import Surrogate
 from ax.storage.json_store.registry import CORE_DECODER_REGISTRY
+from torch import Tensor
 
+from seqgp.ax.internals import experiment_of
 from seqgp.ax.transforms import VALIDITY
 
 #: How often a candidate that has failed before is replaced by another.
@@ -103,6 +106,17 @@ class SequentialAdapter(TorchAdapter):
         assert isinstance(self.generator, BoTorchGenerator)
         return self.generator.surrogate
 
+    def model_inputs(self, points: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Parameters as the models see them, ``n x d``.
+
+        Args:
+            points: Parameters by name, one mapping a trial.
+        """
+        features = [ObservationFeatures(parameters=dict(point)) for point in points]
+        for transform in self.transforms.values():
+            features = transform.transform_observation_features(features)
+        return self._transform_observation_features(features)
+
     def _predict(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
         return [_without_validity(data) for data in super()._predict(*args, **kwargs)]
 
@@ -133,7 +147,7 @@ def _check_metrics(generator: Any, known: set[str]) -> None:
 
 def _failed_arms(adapter: Adapter) -> dict[str, Arm]:
     """The arms of failed trials by their signatures."""
-    trials = adapter._experiment.trials_by_status[TrialStatus.FAILED]
+    trials = experiment_of(adapter).trials_by_status[TrialStatus.FAILED]
     return {arm.signature: arm for trial in trials for arm in trial.arms}
 
 

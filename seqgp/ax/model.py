@@ -45,6 +45,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.acquisition.uncertainty import link_of, prevalence
+from seqgp.ax.internals import previous_models_of
 from seqgp.ax.predictor import Predictor
 from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
@@ -350,7 +351,8 @@ class AxSequentialGP(SequentialGP):
         if self.training or prior or self.variational_strategy.is_fantasy:
             return super().__call__(inputs, prior, **kwargs)
         tensors = (*self.parameters(), *self.variational_strategy.buffers())
-        key = tuple((id(tensor), tensor._version) for tensor in tensors)
+        # PyTorch counts the changes of a tensor in `_version`; there is no public name for it.
+        key = tuple((id(tensor), tensor._version) for tensor in tensors)  # noqa: SLF001
         if self._predictor is None or self._predictor[0] != key:
             self._predictor = key, Predictor(self)
         predict = self._predictor[1]
@@ -558,9 +560,7 @@ def _construct_inputs(
         inputs["total_count"] = _totals(total, dataset, surrogate)
     inputs["metric"] = dataset.outcome_names[0]
     if inputs.pop("stream", False):
-        # Not public: without it, or with something else in its place, models are fitted anew.
-        models = getattr(surrogate, "_submodels", {})
-        previous = models.get(tuple(dataset.outcome_names))
+        previous = previous_models_of(surrogate).get(tuple(dataset.outcome_names))
         if isinstance(previous, AxSequentialGP):
             inputs["previous"] = previous
     return inputs

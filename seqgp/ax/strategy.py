@@ -12,7 +12,6 @@ from ax.adapter.transforms.derelativize import Derelativize
 from ax.adapter.transforms.map_key_to_float import MapKeyToFloat
 from ax.api.client import Client
 from ax.core.experiment_status import ExperimentStatus
-from ax.core.observation import ObservationFeatures
 from ax.core.parameter import ChoiceParameter
 from ax.core.search_space import SearchSpace
 from ax.core.trial_status import TrialStatus
@@ -27,6 +26,7 @@ from botorch.acquisition.acquisition import AcquisitionFunction
 
 from seqgp.ax.acquisition import ValidAcquisition, validity_of
 from seqgp.ax.adapters import SequentialAdapter, SequentialGenerators
+from seqgp.ax.internals import adapter_of, experiment_of
 from seqgp.ax.model import GROWTH, LIKELIHOODS, MAX_INDUCING, AxSequentialGP
 from seqgp.ax.transforms import (
     VALIDITY,
@@ -294,21 +294,18 @@ def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]])
         >>> low > high
         True
     """
-    adapter = client._generation_strategy.adapter
+    adapter = adapter_of(client)
     if not isinstance(adapter, SequentialAdapter):
         raise RuntimeError(
             "There is no model yet, or another generation strategy: ask for trials beyond the "
             "initial ones of seqgp.ax.generation_strategy first, which last until there are "
             "num_initial of them and min_valid that have not failed."
         )
-    _check_parameters(client._experiment.search_space, points)
+    _check_parameters(experiment_of(client).search_space, points)
     model, _ = validity_of(adapter.botorch_surrogate)
     if model is None:
         return [1.0] * len(points)
-    features = [ObservationFeatures(parameters=dict(point)) for point in points]
-    for transform in adapter.transforms.values():
-        features = transform.transform_observation_features(features)
-    X = adapter._transform_observation_features(features).to(model.observed.X)
+    X = adapter.model_inputs(points).to(model.observed.X)
     with torch.no_grad():
         posterior: Any = model.posterior(X.unsqueeze(-2))
         return posterior.mean.flatten().tolist()

@@ -15,6 +15,8 @@ from ax.core.search_space import SearchSpace
 from ax.core.trial_status import TrialStatus
 from ax.storage.transform_registry import register_transform
 
+from seqgp.ax.internals import experiment_of, optimization_config_of
+
 if TYPE_CHECKING:
     from ax.adapter.base import Adapter
 
@@ -69,7 +71,7 @@ class LearnFailures(Transform):
         if self.adapter is None:
             raise ValueError("adapter: LearnFailures needs one, to know which trials have failed.")
         statuses: Any = self.config.get("statuses", ("FAILED", "ABANDONED"))
-        trials = self.adapter._experiment.trials_by_status
+        trials = experiment_of(self.adapter).trials_by_status
         return [trial for name in statuses for trial in trials[TrialStatus[name]]]
 
     def _is_in_design(self, parameters: Any) -> bool:
@@ -86,16 +88,16 @@ class _Held(Transform):
 
     _statistics: tuple[str, ...] = ()
     num_rows: int
-    _about: Any
+    about: Any
 
     def _hold(self, experiment_data: ExperimentData | None, adapter: Adapter | None) -> None:
         """Take over what the previous transform of the same kind had found out, if it will do."""
         growth = float(self.config.get("growth", 0.0))  # type: ignore[arg-type]
         self.num_rows = 0 if experiment_data is None else len(experiment_data.observation_data)
         metrics = None if experiment_data is None else set(experiment_data.metric_signatures)
-        self._about = metrics, None if adapter is None else adapter._optimization_config
+        self.about = metrics, None if adapter is None else optimization_config_of(adapter)
         previous = None if adapter is None else adapter.transforms.get(type(self).__name__)
-        if not isinstance(previous, _Held) or previous._about != self._about:
+        if not isinstance(previous, _Held) or previous.about != self.about:
             return
         if previous.num_rows <= self.num_rows <= growth * previous.num_rows:
             for name in (*self._statistics, "num_rows"):

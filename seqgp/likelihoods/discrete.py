@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from gpytorch.constraints import GreaterThan, Interval, Positive
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.priors import Prior
 from torch import Tensor
 from torch.distributions import Binomial, Categorical, constraints
 
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial, log_prob_and_slope
-from seqgp.likelihoods.quadrature import likelihood_nodes
+from seqgp.likelihoods.quadrature import OneDimensionalLikelihood, likelihood_nodes
 
 __all__ = ["BinomialLikelihood", "OrdinalLikelihood", "OverdispersedBinomialLikelihood"]
 
@@ -26,7 +25,7 @@ _LOG_CDF: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _QuadratureLikelihood(_OneDimensionalLikelihood, ABC):
+class _QuadratureLikelihood(OneDimensionalLikelihood, ABC):
     """A one-dimensional likelihood with a link, integrated by Gauss-Hermite quadrature.
 
     Unlike its base class it passes keyword arguments on in `log_marginal`, which cannot underflow,
@@ -176,7 +175,10 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
         self.register_constraint("raw_nugget", nugget_constraint or constraint)
         if nugget_prior is not None:
             self.register_prior(
-                "nugget_prior", nugget_prior, lambda m: m.nugget, lambda m, v: m._set_nugget(v)
+                "nugget_prior",
+                nugget_prior,
+                lambda m: m.nugget,
+                lambda m, v: m.initialize(nugget=v),
             )
 
     @property
@@ -186,9 +188,6 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
 
     @nugget.setter
     def nugget(self, value: float | Tensor) -> None:
-        self._set_nugget(value)
-
-    def _set_nugget(self, value: float | Tensor) -> None:
         value = torch.as_tensor(value, dtype=self.raw_nugget.dtype, device=self.raw_nugget.device)
         self.initialize(raw_nugget=self.raw_nugget_constraint.inverse_transform(value))
 

@@ -24,14 +24,18 @@ from gpytorch.likelihoods import (
     NegativeBinomialLikelihood,
     PoissonLikelihood,
 )
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
-from seqgp.likelihoods.quadrature import NUM_BASE_SAMPLES, base_samples, likelihood_nodes
+from seqgp.likelihoods.quadrature import (
+    NUM_BASE_SAMPLES,
+    OneDimensionalLikelihood,
+    base_samples,
+    likelihood_nodes,
+)
 from seqgp.likelihoods.traits import has_one_latent, observation_noise
 
 
@@ -111,7 +115,7 @@ def _laplace_log_prob(
 
 @rule_for(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
 def _quadrature_log_prob(
-    likelihood: _OneDimensionalLikelihood,
+    likelihood: OneDimensionalLikelihood,
     targets: Tensor,
     mean: Tensor,
     variance: Tensor,

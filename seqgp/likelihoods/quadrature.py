@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from botorch.sampling.qmc import MultivariateNormalQMCEngine
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+
+# GPyTorch's base class of likelihoods of one latent function, which has no public name.
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood as OneDimensionalLikelihood
 from torch import Tensor
 
 #: Nodes where an integrand is less smooth than a log probability: densities, moments.
@@ -62,7 +64,7 @@ def normal_weights(like: Tensor, num: int = NUM_NODES, log: bool = False) -> Ten
 
 
 def likelihood_nodes(
-    likelihood: _OneDimensionalLikelihood, dim: int, like: Tensor
+    likelihood: OneDimensionalLikelihood, dim: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Nodes and weights of a likelihood's own quadrature, ``k x 1 x ... x 1``.
 

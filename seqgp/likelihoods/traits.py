@@ -14,10 +14,10 @@ from gpytorch.likelihoods import (
     PoissonLikelihood,
     SoftmaxLikelihood,
 )
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
 
 _LOG_CONCAVE = (
     BernoulliLikelihood,
@@ -31,7 +31,7 @@ _LOG_CONCAVE = (
 
 def has_one_latent(likelihood: Likelihood) -> bool:
     """Whether the likelihood is one of a single latent function (as against, say, a softmax)."""
-    return is_conjugate(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
+    return is_conjugate(likelihood) or isinstance(likelihood, OneDimensionalLikelihood)
 
 
 def precision_floor(likelihood: Likelihood) -> float | None:

@@ -17,8 +17,9 @@ from botorch.exceptions.errors import UnsupportedError
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.get_sampler import GetSampler
 from botorch.sampling.normal import SobolQMCNormalSampler
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, SoftmaxLikelihood
-from scipy import special, stats  # a dependency of BoTorch
+from scipy import special  # a dependency of BoTorch; `scipy.stats` would take longer to import
 from torch import Tensor
 from torch.distributions import (
     Bernoulli,
@@ -33,6 +34,7 @@ from torch.distributions import (
 
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
+from seqgp.likelihoods.predictive import conditional_moments
 from seqgp.likelihoods.quadrature import latent_nodes
 from seqgp.likelihoods.softmax import softmax_normaliser
 
@@ -90,17 +92,23 @@ class ObservationPosterior(Posterior):
     @property
     def num_outputs(self) -> int:
         """Observations per input."""
-        return 1 if self.several_latents else self.latent._extended_shape()[-1]
+        return 1 if self.several_latents else self._latent_shape[-1]
 
     def _extended_shape(self, sample_shape: torch.Size = torch.Size()) -> torch.Size:  # noqa: B008
         """The shape of samples, ``sample_shape x ... x q x m``."""
-        shape = self.latent._extended_shape(sample_shape)
-        return torch.Size([*shape[:-1], self.num_outputs])
+        return torch.Size([*sample_shape, *self._latent_shape[:-1], self.num_outputs])
+
+    @property
+    def _latent_shape(self) -> torch.Size:
+        """``... x q x l``, the shape of the latent values."""
+        shape = self.latent.base_sample_shape
+        several = isinstance(self.latent.distribution, MultitaskMultivariateNormal)
+        return shape if several else torch.Size([*shape, 1])
 
     @property
     def base_sample_shape(self) -> torch.Size:
         """``... x q x (l + m)``: base samples of the latents, then of the observations."""
-        *batch, num_latents = self.latent._extended_shape()
+        *batch, num_latents = self._latent_shape
         return torch.Size([*batch, num_latents + self.num_outputs])
 
     @property
@@ -121,8 +129,8 @@ class ObservationPosterior(Posterior):
         """
         m = self.num_outputs
         latent_base, uniform = base_samples[..., :-m], torch.special.ndtr(base_samples[..., -m:])
-        latent_base = latent_base.expand(*sample_shape, *self.latent._extended_shape())
-        if self.latent.base_sample_shape != self.latent._extended_shape():
+        latent_base = latent_base.expand(*sample_shape, *self._latent_shape)
+        if self.latent.base_sample_shape != self._latent_shape:
             latent_base = latent_base.squeeze(-1)  # GPyTorchPosterior of one output
         f = self.latent.rsample_from_base_samples(sample_shape, latent_base.contiguous())
         conditional = self._conditional(f)
@@ -322,7 +330,7 @@ def _unchecked_log_prob(distribution: Distribution, counts: Tensor) -> Tensor:
 @quantile.register(StudentT)
 def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
     df = distribution.df.detach().cpu().numpy()
-    standard = torch.from_numpy(np.asarray(stats.t.ppf(u.cpu().numpy(), df))).to(u)
+    standard = torch.from_numpy(np.asarray(special.stdtrit(df, u.cpu().numpy()))).to(u)
     return distribution.loc + distribution.scale * standard
 
 
@@ -334,7 +342,8 @@ def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
     y = np.asarray(special.betaincinv(a, b, u.cpu().numpy()))
     value = torch.from_numpy(y).to(u)
     if any(parameter.requires_grad for parameter in parameters):
-        density, step = stats.beta.pdf(y, a, b), 1e-5  # relative, for central differences
+        log_density = special.xlogy(a - 1, y) + special.xlog1py(b - 1, -y) - special.betaln(a, b)
+        density, step = np.exp(log_density), 1e-5  # relative, for central differences
         for parameter, da, db in zip(parameters, (step, 0.0), (0.0, step), strict=True):
             right = special.betainc(a * (1 + da), b * (1 + db), y)
             left = special.betainc(a * (1 - da), b * (1 - db), y)
@@ -343,13 +352,3 @@ def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
             value = value + torch.from_numpy(slope).to(u) * (parameter - parameter.detach())
     eps = torch.finfo(u.dtype).eps
     return value.clamp(eps, 1 - eps)
-
-
-def conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
-    """Mean and variance; torch has none for a categorical distribution's index."""
-    if isinstance(distribution, Categorical):
-        probs = distribution.probs
-        index = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)
-        mean = (probs * index).sum(-1)
-        return mean, (probs * (index - mean.unsqueeze(-1)).square()).sum(-1)
-    return distribution.mean, distribution.variance

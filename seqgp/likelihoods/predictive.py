@@ -32,8 +32,8 @@ def log_predictive(
 ) -> Tensor:
     """Log predictive density of each target.
 
-    Closed forms for Gaussian and Bernoulli likelihoods, quadrature for others of one latent, and
-    fixed base samples for those of several.
+    In closed form for Gaussian and Bernoulli likelihoods, by quadrature for others of one latent
+    function, and by fixed base samples for those of several.
 
     Args:
         likelihood: A GPyTorch likelihood.

@@ -1,4 +1,7 @@
-"""Pathwise (Matheron) samples of BoTorch for our models: functions drawn from the posterior."""
+"""BoTorch's pathwise (Matheron) sampling for `SequentialGP`: sample functions of the posterior.
+
+Importing `seqgp.models` registers the rules below with BoTorch's dispatchers.
+"""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from benchmarks.memory import peak_memory
 from seqgp import BinomialLikelihood, OverdispersedBinomialLikelihood, SequentialGP
 from seqgp.acquisition import (
     expected_reduction,
-    hotspots,
     qExpectedUncertaintyReduction,
     select_from_pool,
+    uncertainty_reduction,
 )
 from seqgp.acquisition import look_ahead as steps
 from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
@@ -48,9 +48,9 @@ def threshold(name: str) -> float:
     return THRESHOLD.get(name, 0.3)
 
 
-def uncertainty(model: SequentialGP, criterion: str, level: float, sites: Tensor) -> Tensor:
-    """At each site, for a model with any batch shape."""
-    f = model.posterior(sites)
+def uncertainty(model: SequentialGP, criterion: str, level: float, locations: Tensor) -> Tensor:
+    """At each location, for a model with any batch shape."""
+    f = model.posterior(locations)
     u = Uncertainty(criterion, link_of(model.likelihood), level)
     return u(f.mean.squeeze(-1), f.variance.squeeze(-1) + nugget_of(model.likelihood))
 
@@ -64,12 +64,12 @@ def uncertainty(model: SequentialGP, criterion: str, level: float, sites: Tensor
 def test_look_ahead_is_conditioning(
     name: str, inducing_points: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Means and variances at all sites, for each outcome of each candidate."""
+    """Means and variances at all locations, for each outcome of each candidate."""
     monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
     monkeypatch.setattr(steps, "PRECISION", torch.float64)
-    model, X, sites = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
+    model, X, locations = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
     with torch.set_grad_enabled(grad):
-        at = marginals(model, X, sites)
+        at = marginals(model, X, locations)
         gain, fall, _ = look_ahead(model.likelihood, at, 3, 0, arguments_of(name))
         c = at.cross(slice(None))
     Y, _ = outcomes(
@@ -82,9 +82,9 @@ def test_look_ahead_is_conditioning(
     conditioned = model.condition_on_observations(
         X.unsqueeze(-2), Y.unsqueeze(-1).unsqueeze(-1), tol=1e-10, **arguments_of(name)
     )
-    posterior = conditioned.posterior(sites)
-    assert_close(at.site_mean + gain.unsqueeze(-1) * c, posterior.mean.squeeze(-1), 1e-5)
-    variance = at.site_variance - fall.unsqueeze(-1) * c.square()
+    posterior = conditioned.posterior(locations)
+    assert_close(at.location_mean + gain.unsqueeze(-1) * c, posterior.mean.squeeze(-1), 1e-5)
+    variance = at.location_variance - fall.unsqueeze(-1) * c.square()
     assert_close(variance, posterior.variance.squeeze(-1), 1e-5)
 
 
@@ -97,9 +97,9 @@ def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
 
     The look-ahead is variational, so only as close as a Gaussian is to that posterior.
     """
-    model, X, sites = model_of("overdispersed_binomial"), *map(points, (4, 9))
+    model, X, locations = model_of("overdispersed_binomial"), *map(points, (4, 9))
     with torch.no_grad():
-        at = marginals(model, X, sites)
+        at = marginals(model, X, locations)
         gain, fall, _ = look_ahead(model.likelihood, at, 6, 0, {"total_count": 20})
         total = at.variance + model.likelihood.nugget
         Y, _ = outcomes(BinomialLikelihood(20), at.mean, total, 6, 0, {})
@@ -121,21 +121,21 @@ def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
 
 
 def enumerated(
-    model: SequentialGP, criterion: str, level: float, x: Tensor, sites: Tensor
+    model: SequentialGP, criterion: str, level: float, x: Tensor, locations: Tensor
 ) -> float:
     """The expectation over all counts out of `TOTAL`, each with its predictive probability."""
     h = np.linspace(-12, 12, 4001)
     latent = model.posterior(x.unsqueeze(0))
     sd = float(latent.variance + nugget_of(model.likelihood)) ** 0.5
     density = stats.norm(latent.mean.item(), sd).pdf(h) * (h[1] - h[0])
-    now = uncertainty(model, criterion, level, sites).mean()
+    now = uncertainty(model, criterion, level, locations).mean()
     after = 0.0
     for count in range(TOTAL + 1):
         probability = float(stats.binom.pmf(count, TOTAL, 1 / (1 + np.exp(-h))) @ density)
         conditioned = model.condition_on_observations(
             x.unsqueeze(0), torch.tensor([[float(count)]]), total_count=torch.tensor([TOTAL])
         )
-        after += probability * float(uncertainty(conditioned, criterion, level, sites).mean())
+        after += probability * float(uncertainty(conditioned, criterion, level, locations).mean())
     return float(now) - after
 
 
@@ -144,34 +144,38 @@ def test_scores_are_averages_over_all_outcomes(
     criterion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A binomial of few trials, all of whose outcomes are looked at, or some are drawn."""
-    model, X, sites = model_of("binomial"), *map(points, (4, 9))
+    model, X, locations = model_of("binomial"), *map(points, (4, 9))
     level = 0.3
     with torch.no_grad():
-        expected = torch.tensor([enumerated(model, criterion, level, x, sites) for x in X])
-    acquisition = qExpectedUncertaintyReduction(model, sites, criterion, level, total_count=TOTAL)
+        expected = torch.tensor([enumerated(model, criterion, level, x, locations) for x in X])
+    acquisition = qExpectedUncertaintyReduction(
+        model, locations, criterion, level, total_count=TOTAL
+    )
     assert_close(acquisition(X.unsqueeze(-2)), expected, 1e-6)
-    actual = expected_reduction(model, X, sites, criterion, level, total_count=TOTAL)
+    actual = expected_reduction(model, X, locations, criterion, level, total_count=TOTAL)
     assert_close(actual, expected, 4e-5)  # the error of the table
     monkeypatch.setattr(steps, "_largest_outcome", lambda *_: None)
     drawn = expected_reduction(
-        model, X, sites, criterion, level, num_fantasies=4096, total_count=TOTAL
+        model, X, locations, criterion, level, num_fantasies=4096, total_count=TOTAL
     )
     # The spread over outcomes, at most .05, over the root of the number of fantasies.
     assert_close(drawn, expected, 5 * 0.05 / 4096**0.5)
 
 
 def test_totals_that_differ() -> None:
-    model, X, sites = model_of("binomial"), *map(points, (3, 9))
+    model, X, locations = model_of("binomial"), *map(points, (3, 9))
     totals = torch.tensor([1, 5, 3])
-    actual = expected_reduction(model, X, sites, threshold=0.3, total_count=totals)
+    actual = expected_reduction(model, X, locations, threshold=0.3, total_count=totals)
     for i, total in enumerate(totals.tolist()):
-        alone = expected_reduction(model, X[[i]], sites, threshold=0.3, total_count=total)
+        alone = expected_reduction(model, X[[i]], locations, threshold=0.3, total_count=total)
         assert_close(actual[[i]], alone, 1e-6)
 
 
-def by_joint_samples(model: SequentialGP, criterion: str, level: float, sites: Tensor) -> Tensor:
-    """Uncertainty at each site from joint samples of the posterior, and of the nugget."""
-    f = model.posterior(sites).rsample(torch.Size([4000])).squeeze(-1)
+def by_joint_samples(
+    model: SequentialGP, criterion: str, level: float, locations: Tensor
+) -> Tensor:
+    """Uncertainty at each location from joint samples of the posterior, and of the nugget."""
+    f = model.posterior(locations).rsample(torch.Size([4000])).squeeze(-1)
     f = f + torch.as_tensor(nugget_of(model.likelihood)).sqrt() * torch.randn_like(f)
     theta = link_of(model.likelihood).forward(f)
     p = (theta > level).to(theta).mean(0)
@@ -191,17 +195,17 @@ def test_scores_are_those_of_joint_samples(name: str, criterion: str) -> None:
     """Everything by brute force: outcomes, joint samples of all fantasised posteriors."""
     if criterion == "entropy" and name in THRESHOLD:
         return  # which is for probabilities
-    model, X, sites = model_of(name), *map(points, (3, 6))
+    model, X, locations = model_of(name), *map(points, (3, 6))
     sampler = SobolQMCNormalSampler(torch.Size([128]), seed=2)
     level = threshold(name)
     with torch.no_grad():
         fantasies = model.fantasize(X.unsqueeze(-2), sampler, **arguments_of(name))
-        after = by_joint_samples(fantasies, criterion, level, sites).mean((0, 2))
-        expected = by_joint_samples(model, criterion, level, sites).mean() - after
+        after = by_joint_samples(fantasies, criterion, level, locations).mean((0, 2))
+        expected = by_joint_samples(model, criterion, level, locations).mean() - after
     actual = expected_reduction(
-        model, X, sites, criterion, level, num_fantasies=128, **arguments_of(name)
+        model, X, locations, criterion, level, num_fantasies=128, **arguments_of(name)
     )
-    # Errors of the sampled estimates: 4,000 samples at 6 sites, 128 outcomes of spread 0.1.
+    # Errors of the sampled estimates: 4,000 samples at 6 locations, 128 outcomes of spread 0.1.
     assert_close(actual, expected, 5 * 0.1 / 128**0.5 / 4)
 
 
@@ -209,28 +213,28 @@ def test_gaussian_variance_is_that_of_botorch() -> None:
     """With a Gaussian likelihood, what is left is the integrated posterior variance."""
     from seqgp.acquisition import qNegIntegratedPosteriorVariance
 
-    (model, _), X, sites = pair(), *map(points, (5, 20))
-    left = qNegIntegratedPosteriorVariance(model, sites)(X.unsqueeze(-2))
-    now = model.posterior(sites).variance.mean()
-    assert_close(expected_reduction(model, X, sites, "variance"), now + left, 1e-5)
+    (model, _), X, locations = pair(), *map(points, (5, 20))
+    left = qNegIntegratedPosteriorVariance(model, locations)(X.unsqueeze(-2))
+    now = model.posterior(locations).variance.mean()
+    assert_close(expected_reduction(model, X, locations, "variance"), now + left, 1e-5)
 
 
 @names
 def test_blocks_and_progress_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, X, sites = model_of(name), *map(points, (7, 11))
+    model, X, locations = model_of(name), *map(points, (7, 11))
     options: dict[str, Any] = {"threshold": threshold(name), **arguments_of(name)}
-    expected = expected_reduction(model, X, sites, **options)
-    monkeypatch.setattr(hotspots, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(hotspots, "COVARIANCE_ELEMENTS", 22)
+    expected = expected_reduction(model, X, locations, **options)
+    monkeypatch.setattr(uncertainty_reduction, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(uncertainty_reduction, "COVARIANCE_ELEMENTS", 22)
     with terminal() as stream:
-        again = expected_reduction(model, X, sites, progress=True, **options)
+        again = expected_reduction(model, X, locations, progress=True, **options)
     assert_close(again, expected, 1e-6)
     assert "score" in stream.getvalue()
-    assert expected_reduction(model, X[:0], sites, **options).shape == (0,)
+    assert expected_reduction(model, X[:0], locations, **options).shape == (0,)
 
 
 def score_a_large_pool(n: int) -> Iterator[int]:
-    """To be measured: a pool whose block candidates x fantasies x sites would not be small."""
+    """To be measured: a pool whose block candidates x fantasies x locations would not be small."""
     torch.set_num_threads(1)
     X = torch.rand(n, 2)
     model = SequentialGP(X[:20], torch.ones(20, 1), likelihood=BinomialLikelihood(50))
@@ -246,7 +250,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_a_surveyed_site_is_known() -> None:
-    """An observation tells more about its own site than about one a step aside."""
+    """An observation tells more about its own location than about one a step aside."""
     model, X = model_of("overdispersed_binomial"), points(1)
     there, aside = (
         expected_reduction(model, X, X + shift, threshold=0.3, total_count=50)
@@ -256,37 +260,37 @@ def test_a_surveyed_site_is_known() -> None:
 
 
 def test_weights() -> None:
-    model, X, sites = model_of("bernoulli"), *map(points, (4, 6))
+    model, X, locations = model_of("bernoulli"), *map(points, (4, 6))
     weights = torch.tensor([2.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    actual = expected_reduction(model, X, sites, threshold=0.5, weights=weights)
-    single = [expected_reduction(model, X, sites[[i]], threshold=0.5) for i in (0, 3)]
+    actual = expected_reduction(model, X, locations, threshold=0.5, weights=weights)
+    single = [expected_reduction(model, X, locations[[i]], threshold=0.5) for i in (0, 3)]
     assert_close(actual, 2 * single[0] + single[1], 1e-6)
 
 
 @pytest.mark.parametrize("q", [1, 2])
 def test_several_criteria(q: int) -> None:
     """Relative reductions add up."""
-    model, X, sites = model_of("bernoulli"), make_inputs(4, q, 2), points(6)
+    model, X, locations = model_of("bernoulli"), make_inputs(4, q, 2), points(6)
     criteria = ("misclassification", "variance")
     expected = torch.zeros(4)
     with torch.no_grad():
         for criterion in criteria:
-            now = uncertainty(model, criterion, 0.5, sites).mean()
-            acquisition = qExpectedUncertaintyReduction(model, sites, criterion, 0.5)
+            now = uncertainty(model, criterion, 0.5, locations).mean()
+            acquisition = qExpectedUncertaintyReduction(model, locations, criterion, 0.5)
             expected += acquisition(X) / now
-        acquisition = qExpectedUncertaintyReduction(model, sites, criteria, 0.5)
+        acquisition = qExpectedUncertaintyReduction(model, locations, criteria, 0.5)
         assert_close(acquisition(X), expected)
     if q == 1:
-        assert_close(expected_reduction(model, X[:, 0], sites, criteria, 0.5), expected, 1e-3)
+        assert_close(expected_reduction(model, X[:, 0], locations, criteria, 0.5), expected, 1e-3)
 
 
 def test_fantasy_models_are_averaged() -> None:
-    model, X, sites, pending = model_of("bernoulli"), *map(points, (4, 6, 2))
+    model, X, locations, pending = model_of("bernoulli"), *map(points, (4, 6, 2))
     Y = torch.tensor([[[0.0], [1.0]], [[1.0], [1.0]], [[0.0], [0.0]]])
     batch = model.condition_on_observations(pending, Y)
-    actual = expected_reduction(batch, X, sites, threshold=0.5)
+    actual = expected_reduction(batch, X, locations, threshold=0.5)
     each = [
-        expected_reduction(model.condition_on_observations(pending, y), X, sites, threshold=0.5)
+        expected_reduction(model.condition_on_observations(pending, y), X, locations, threshold=0.5)
         for y in Y
     ]
     assert_close(actual, torch.stack(each).mean(0), 1e-6)
@@ -297,19 +301,19 @@ def test_fantasy_models_are_averaged() -> None:
 
 @names
 def test_several_points_are_fantasised_jointly(name: str) -> None:
-    model, X, sites = model_of(name), make_inputs(3, 2, 2), points(9)
+    model, X, locations = model_of(name), make_inputs(3, 2, 2), points(9)
     acquisition = qExpectedUncertaintyReduction(
-        model, sites, threshold=threshold(name), num_fantasies=8, **arguments_of(name)
+        model, locations, threshold=threshold(name), num_fantasies=8, **arguments_of(name)
     )
     fantasies = model.fantasize(X, acquisition.sampler, **arguments_of(name))
     now, later = (
-        uncertainty(m, "threshold-entropy", threshold(name), sites).mean(-1)
+        uncertainty(m, "threshold-entropy", threshold(name), locations).mean(-1)
         for m in (model, fantasies)
     )
     assert_close(acquisition(X), now - later.mean(0))
     with_pending = qExpectedUncertaintyReduction(
         model,
-        sites,
+        locations,
         threshold=threshold(name),
         num_fantasies=8,
         X_pending=X[0, 1:],
@@ -321,11 +325,11 @@ def test_several_points_are_fantasised_jointly(name: str) -> None:
 @names
 def test_gradient_is_that_of_the_expectation(name: str) -> None:
     """By differences: exact if all outcomes are looked at, else with many that are drawn."""
-    model, sites = model_of(name), points(9)
+    model, locations = model_of(name), points(9)
     exact = name != "poisson"
     acquisition = qExpectedUncertaintyReduction(
         model,
-        sites,
+        locations,
         threshold=threshold(name),
         num_fantasies=16 if exact else 2**13,
         **arguments_of(name),
@@ -341,8 +345,8 @@ def test_gradient_is_that_of_the_expectation(name: str) -> None:
 
 
 def test_optimisation_over_a_box() -> None:
-    model, sites = model_of("bernoulli"), points(60)
-    acquisition = qExpectedUncertaintyReduction(model, sites, threshold=0.5)
+    model, locations = model_of("bernoulli"), points(60)
+    acquisition = qExpectedUncertaintyReduction(model, locations, threshold=0.5)
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     torch.manual_seed(0)
     best, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=3, raw_samples=32)
@@ -395,7 +399,7 @@ def test_masks_and_costs() -> None:
 
 
 def clustered() -> tuple[SequentialGP, Tensor]:
-    """Two clusters of sites that nothing is known about, one a little larger."""
+    """Two clusters of locations that nothing is known about, one a little larger."""
     pool = torch.cat(
         [0.2 + 0.01 * make_inputs(12, 2), 0.8 + 0.01 * make_inputs(10, 2), make_inputs(3, 2)]
     )
@@ -412,7 +416,7 @@ def clustered() -> tuple[SequentialGP, Tensor]:
 
 
 def test_a_batch_beats_the_best_few() -> None:
-    """Greedy given fantasies: one site in each cluster; the best two alone: two in one."""
+    """Greedy given fantasies: one location in each cluster; the best two alone: two in one."""
     model, pool = clustered()
     options: dict[str, Any] = {"threshold": 0.3}
     batch = select_from_pool(model, pool, q=2, **options)
@@ -477,8 +481,8 @@ def test_inputs_are_transformed() -> None:
         )
 
 
-def score_by_class(model: SequentialGP, X: Tensor, sites: Tensor, **options: Any) -> Tensor:
-    return qExpectedUncertaintyReduction(model, sites, **options)(X.unsqueeze(-2))
+def score_by_class(model: SequentialGP, X: Tensor, locations: Tensor, **options: Any) -> Tensor:
+    return qExpectedUncertaintyReduction(model, locations, **options)(X.unsqueeze(-2))
 
 
 # -------------------------------------------------------------------- devices and precision
@@ -535,7 +539,7 @@ def test_float32() -> None:
 
 
 def test_labels_near_the_boundary_are_wanted() -> None:
-    """For labels, the site to ask about is one where they change, not one in a corner."""
+    """For labels, the location to ask about is one where they change, not one in a corner."""
     X = torch.linspace(0, 1, 8).unsqueeze(-1)
     model = SequentialGP(
         X, (X > 0.5).to(X), likelihood=BernoulliLikelihood(), covar_module=make_kernel(0.3, 4.0)
@@ -559,5 +563,5 @@ def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
         select_from_pool(model, pool, **{**options, "surveyed": mask})
     with pytest.raises(ValueError, match="q: expected 1 to 15"):
         select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weights: expected 20 of at least zero"):
+    with pytest.raises(ValueError, match="weights: expected 20 nonnegative"):
         select_from_pool(model, pool, weights=torch.full_like(costs, torch.nan), **options)

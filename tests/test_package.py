@@ -107,6 +107,23 @@ print("done")
     assert run(code) == "done\n"
 
 
+def test_every_module_can_be_imported_first() -> None:
+    """Whatever is used first, there is no circular import."""
+    paths = [path.relative_to(ROOT.parent).with_suffix("") for path in ROOT.rglob("*.py")]
+    modules = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    modules = [name for name in modules if not name.startswith("seqgp.ax")]
+    assert "seqgp.streaming.memory" in modules
+    code = f"""
+import importlib, sys
+for module in {modules}:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "seqgp"]:
+        del sys.modules[name]
+    importlib.import_module(module)
+print("done")
+"""
+    assert run(code) == "done\n"
+
+
 def test_import_takes_no_longer_than_that_of_botorch() -> None:
     """In processor seconds, with an allowance for noise."""
     code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"

@@ -473,7 +473,7 @@ def test_state_of_another_problem() -> None:
     for other in (BatchOptimizer(2 * unit()), BatchOptimizer(unit(3))):
         with pytest.raises(ValueError, match="state: saved with bounds"):
             other.load_state_dict(state)
-    with pytest.raises(ValueError, match="state: it was saved with maximize = True"):
+    with pytest.raises(ValueError, match="state: saved with maximize = True"):
         BatchOptimizer(unit(), maximize=False).load_state_dict(state)
     with pytest.raises(ValueError, match="expected version 3, got 1"):
         BatchOptimizer(unit()).load_state_dict({**state, "version": 1})

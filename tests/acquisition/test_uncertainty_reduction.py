@@ -24,97 +24,22 @@ from seqgp.acquisition import (
     uncertainty_reduction,
 )
 from seqgp.acquisition import look_ahead as steps
-from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
-from seqgp.acquisition.uncertainty import CRITERIA, Uncertainty, link_of, nugget_of
-from tests.helpers import assert_close, make_inputs, make_kernel, make_mean, terminal
+from seqgp.acquisition.uncertainty import CRITERIA, link_of, nugget_of
+from tests.acquisition.helpers import (
+    NAMES,
+    THRESHOLD,
+    TOTAL,
+    arguments_of,
+    model_of,
+    points,
+    threshold,
+    uncertainty,
+)
+from tests.helpers import assert_close, make_inputs, make_kernel, terminal
 from tests.models.helpers import data, pair
 
 pytestmark = pytest.mark.usefixtures("float64")
-THRESHOLD = {"gaussian": 0.4, "fixed_noise": 0.4, "poisson": 1.3}
-NAMES = ["gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson"]
 names = pytest.mark.parametrize("name", NAMES)
-TOTAL = 3
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    return {"total_count": TOTAL} if name.endswith("binomial") else {}
-
-
-def model_of(name: str, **options: Any) -> SequentialGP:
-    return data(name).model(**options)
-
-
-def threshold(name: str) -> float:
-    return THRESHOLD.get(name, 0.3)
-
-
-def uncertainty(model: SequentialGP, criterion: str, level: float, locations: Tensor) -> Tensor:
-    """At each location, for a model with any batch shape."""
-    f = model.posterior(locations)
-    u = Uncertainty(criterion, link_of(model.likelihood), level)
-    return u(f.mean.squeeze(-1), f.variance.squeeze(-1) + nugget_of(model.likelihood))
-
-
-# -------------------------------------------------------------------- the look-ahead
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("inducing_points", [5, None])
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "binomial", "poisson", "student_t"])
-def test_look_ahead_is_conditioning(
-    name: str, inducing_points: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Means and variances at all locations, for each outcome of each candidate."""
-    monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
-    monkeypatch.setattr(steps, "PRECISION", torch.float64)
-    model, X, locations = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
-    with torch.set_grad_enabled(grad):
-        at = marginals(model, X, locations)
-        gain, fall, _ = look_ahead(model.likelihood, at, 3, 0, arguments_of(name))
-        c = at.cross(slice(None))
-    Y, _ = outcomes(
-        model.likelihood,
-        at.mean.unsqueeze(0),
-        at.variance.unsqueeze(0),
-        *(3, 0, arguments_of(name)),
-    )
-    Y = Y.detach()
-    conditioned = model.condition_on_observations(
-        X.unsqueeze(-2), Y.unsqueeze(-1).unsqueeze(-1), tol=1e-10, **arguments_of(name)
-    )
-    posterior = conditioned.posterior(locations)
-    assert_close(at.location_mean + gain.unsqueeze(-1) * c, posterior.mean.squeeze(-1), 1e-5)
-    variance = at.location_variance - fall.unsqueeze(-1) * c.square()
-    assert_close(variance, posterior.variance.squeeze(-1), 1e-5)
-
-
-def points(n: int) -> Tensor:
-    return make_inputs(n, 2)
-
-
-def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
-    """Exact moments of the log odds given a count, by summation on a grid, per outcome.
-
-    The look-ahead is variational, so only as close as a Gaussian is to that posterior.
-    """
-    model, X, locations = model_of("overdispersed_binomial"), *map(points, (4, 9))
-    with torch.no_grad():
-        at = marginals(model, X, locations)
-        gain, fall, _ = look_ahead(model.likelihood, at, 6, 0, {"total_count": 20})
-        total = at.variance + model.likelihood.nugget
-        Y, _ = outcomes(BinomialLikelihood(20), at.mean, total, 6, 0, {})
-    h = np.linspace(-12, 12, 4001)
-    for k in range(6):
-        for i in range(4):
-            weights = stats.norm(float(at.mean[i]), float(total[i]) ** 0.5).pdf(h)
-            weights = weights * stats.binom.pmf(float(Y[k, i]), 20, 1 / (1 + np.exp(-h)))
-            weights = weights / weights.sum()
-            mean = weights @ h
-            variance = weights @ (h - mean) ** 2
-            ours = float(at.mean[i] + total[i] * gain[k, i])
-            left = float(total[i] - total[i] ** 2 * fall[k, i])
-            assert abs(ours - mean) < 0.05 * float(total[i]) ** 0.5
-            assert abs(left - variance) < 0.05 * float(total[i])
 
 
 # -------------------------------------------------------------------- the scores
@@ -249,7 +174,7 @@ def test_memory_is_bounded() -> None:
     assert measured["extra"] < 120
 
 
-def test_a_surveyed_site_is_known() -> None:
+def test_a_surveyed_location_is_known() -> None:
     """An observation tells more about its own location than about one a step aside."""
     model, X = model_of("overdispersed_binomial"), points(1)
     there, aside = (
@@ -355,79 +280,7 @@ def test_optimisation_over_a_box() -> None:
     assert best.shape == (1, 2)
 
 
-# -------------------------------------------------------------------- pools
-
-
-def test_selection_is_the_arg_max() -> None:
-    model, pool = model_of("binomial"), points(30)
-    options: dict[str, Any] = {"threshold": 0.3, "total_count": TOTAL}
-    scores = expected_reduction(model, pool, pool, **options)
-    selection = select_from_pool(model, pool, **options)
-    assert selection.chosen.tolist() == [int(scores.argmax())]
-    assert_close(selection.scores[0], scores)
-
-
-def test_masks_and_costs() -> None:
-    model, pool = model_of("binomial"), points(30)
-    options: dict[str, Any] = {"threshold": 0.3, "total_count": torch.full((30,), TOTAL)}
-    surveyed = torch.tensor([3, 4, 17])
-    mask = torch.zeros(30, dtype=torch.bool)
-    mask[surveyed] = True
-    first = select_from_pool(model, pool, surveyed=surveyed, **options)
-    assert_close(first.scores, select_from_pool(model, pool, surveyed=mask, **options).scores)
-    # Those surveyed neither can be chosen nor count.
-    assert (first.scores[0, surveyed] == -torch.inf).all()
-    left = pool[~mask]
-    expected = expected_reduction(
-        model, left, left, threshold=0.3, total_count=TOTAL, weights=torch.full((27,), 1 / 30)
-    )
-    assert_close(first.scores[0, ~mask], expected)
-    # What is not available counts, but is not chosen.
-    best = int(first.chosen)
-    available = torch.ones(30, dtype=torch.bool)
-    available[best] = False
-    second = select_from_pool(model, pool, surveyed=mask, available=available, **options)
-    assert int(second.chosen) != best
-    keep = available & ~mask
-    assert_close(second.scores[0, keep], first.scores[0, keep])
-    # Costs divide.
-    costs = torch.ones(30)
-    costs[best] = 1e3
-    third = select_from_pool(model, pool, surveyed=mask, costs=costs, **options)
-    assert int(third.chosen) == int(second.chosen)
-    assert_close(third.scores[0, best], first.scores[0, best] / 1e3)
-
-
-def clustered() -> tuple[SequentialGP, Tensor]:
-    """Two clusters of locations that nothing is known about, one a little larger."""
-    pool = torch.cat(
-        [0.2 + 0.01 * make_inputs(12, 2), 0.8 + 0.01 * make_inputs(10, 2), make_inputs(3, 2)]
-    )
-    X = torch.tensor([[0.2, 0.8], [0.8, 0.2]])
-    model = SequentialGP(
-        X,
-        torch.tensor([[5.0], [5.0]]),
-        likelihood=OverdispersedBinomialLikelihood(50),
-        covar_module=make_kernel(0.15),
-        mean_module=make_mean(-1.0),
-    )
-    model.likelihood.nugget = 0.05
-    return model, pool
-
-
-def test_a_batch_beats_the_best_few() -> None:
-    """Greedy given fantasies: one location in each cluster; the best two alone: two in one."""
-    model, pool = clustered()
-    options: dict[str, Any] = {"threshold": 0.3}
-    batch = select_from_pool(model, pool, q=2, **options)
-    top = batch.scores[0].topk(2).indices
-    assert (top < 12).all()
-    assert sorted((batch.chosen // 12).tolist()) == [0, 1]
-    joint = qExpectedUncertaintyReduction(model, pool, num_fantasies=128, **options)
-    with torch.no_grad():
-        values = joint(torch.stack([pool[batch.chosen], pool[top]]))
-    assert values[0] > 1.3 * values[1]
-    assert batch.scores[1, batch.chosen[0]] == -torch.inf
+# -------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -536,32 +389,3 @@ def test_float32() -> None:
         assert scores.dtype == dtype
         values.append(scores.double())
     assert_close(*values, 1e-4)
-
-
-def test_labels_near_the_boundary_are_wanted() -> None:
-    """For labels, the location to ask about is one where they change, not one in a corner."""
-    X = torch.linspace(0, 1, 8).unsqueeze(-1)
-    model = SequentialGP(
-        X, (X > 0.5).to(X), likelihood=BernoulliLikelihood(), covar_module=make_kernel(0.3, 4.0)
-    )
-    pool = torch.linspace(0, 1, 41).unsqueeze(-1)
-    chosen = select_from_pool(model, pool, criterion="misclassification", threshold=0.5).chosen
-    assert abs(float(pool[chosen]) - 0.5) < 0.15
-
-
-def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
-    pool = torch.rand(20, 2, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    Y = torch.full((5, 1), 3.0, dtype=torch.double)
-    model = SequentialGP(pool[:5], Y, likelihood=BinomialLikelihood(20))
-    costs = torch.ones(20, dtype=torch.double)
-    costs[:5] = torch.inf
-    options = {"threshold": 0.2, "surveyed": torch.arange(5), "costs": costs}
-    assert int(select_from_pool(model, pool, **options).chosen) >= 5
-    mask = torch.zeros(20, dtype=torch.long)
-    mask[:5] = 1
-    with pytest.raises(ValueError, match="surveyed: 20 zeros and ones, a mask"):
-        select_from_pool(model, pool, **{**options, "surveyed": mask})
-    with pytest.raises(ValueError, match="q: expected 1 to 15"):
-        select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weights: expected 20 nonnegative"):
-        select_from_pool(model, pool, weights=torch.full_like(costs, torch.nan), **options)

@@ -1,34 +1,24 @@
-"""Bayesian optimisation where evaluations can fail, in batches: ask for points, tell outcomes."""
+"""Bayesian optimisation in batches, with evaluations that can fail: ask and tell."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from botorch.fit import fit_gpytorch_mll
 from botorch.models.model import Model
 from botorch.models.transforms import Normalize, Standardize
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
-from botorch.utils.sampling import get_polytope_samples
-from botorch.utils.transforms import unnormalize
 from gpytorch.likelihoods import BernoulliLikelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
-from torch.quasirandom import SobolEngine
 
-from seqgp.acquisition.fantasy_batch import (
-    SEPARATION,
-    Fantasy,
-    check_bounds,
-    check_options,
-    fantasy_batch,
-    valid_improvement,
-)
-from seqgp.acquisition.mixed_space import nearest_allowed
+from seqgp.acquisition.batch_options import check_options
+from seqgp.acquisition.fantasies import Fantasy
+from seqgp.acquisition.fantasy_batch import fantasy_batch, valid_improvement
+from seqgp.acquisition.mixed_space import check_bounds, quasi_random_points
+from seqgp.acquisition.separation import SEPARATION
 from seqgp.acquisition.validity import (
     NO_VALID_OBSERVATION,
     THRESHOLD,
@@ -38,56 +28,55 @@ from seqgp.acquisition.validity import (
 )
 from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.progress import progress_bar
 from seqgp.validation import check_inputs, check_tensor, is_whole
-from seqgp.variational.elbo import DualELBO
-
-#: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
-ModelFactory = Callable[[Tensor, Tensor], Model]
 
 _VERSION = 3
 
 
 class BatchOptimizer:
-    r"""Maximise a function whose evaluations can fail, a batch at a time.
+    r"""Optimise a function whose evaluations can fail, in batches.
 
-    A model of the objective learns from valid evaluations, a classifier from all which inputs are
-    valid, and `ask` maximises expected improvement times probability of validity, with fantasies
-    for batches and for what is being evaluated elsewhere.
+    A model of the objective learns from valid evaluations. A classifier, the validity model, learns
+    from all evaluations which inputs are valid. `ask` maximises expected improvement times
+    probability of validity, and imagines outcomes at pending points and at previous points of the
+    batch.
 
-    `ask` changes nothing: it depends on what has been told, on its arguments and on the seed, and
-    on nothing else. All that is learnt is learnt by `tell`.
+    `ask` has no side effects. Its result depends only on what has been told, its arguments and the
+    seed. All learning happens in `tell`.
 
     Args:
-        bounds: ``2 x d`` bounds of the inputs, lower ones first and below the upper ones; their
-            dtype and device are those of everything.
+        bounds: ``2 x d`` bounds of the inputs, lower bounds first. They determine the dtype and
+            device of everything.
         maximize: Whether larger values are better.
-        num_initial: How many evaluations there are to be before models are used; until then `ask`
-            proposes quasi-random points. By default ``2 (d + 1)``.
+        num_initial: The number of evaluations before models are used. Until then `ask` proposes
+            quasi-random points. By default ``2 (d + 1)``.
         fantasy: How outcomes are imagined, see `seqgp.acquisition.fantasy_outcome`.
-        separation: How far the points of a batch keep from each other, and from evaluations that
-            failed; see `fantasy_batch`.
-        num_trials: How many trials an evaluation consists of, each of which can fail. If there are
-            several, what is told as valid is the number of them that did not, and an evaluation is
-            valid if that is more than half.
-        learn_from_failures: Whether the values of failed evaluations that have one teach the
-            objective's model something. By default they are ignored. As long as nothing is valid,
-            the best of them is what is to be improved on, by expected improvement alone.
-        incumbent: What is to be improved on: ``"observed"``, the best valid observation, or
-            ``"mean"``, the best posterior mean at the input of one, for noisy observations.
-        refit_every: After how many new evaluations hyperparameters are learnt again, starting from
-            the last ones. In between, models are conditioned on what is new.
-        make_objective: Makes an unfitted model of the objective; by default a `SequentialGP`.
-        make_validity: Makes an unfitted model of validity, from labels 1 (valid) and 0, or from the
-            numbers of trials that were valid; by default a `SequentialGP` with a
-            `BernoulliLikelihood` or a `BinomialLikelihood`.
-        fit_options: Options of L-BFGS for hyperparameters.
-        seed: Of everything that is random.
-        options: Options of `fantasy_batch`, and so of BoTorch's `optimize_acqf` and its relatives:
-            ``num_restarts``, ``fixed_features={0: 0.5}``, ``inequality_constraints``,
-            ``discrete_dims={1: range(6)}`` (the values that inputs may have), ... Initial points
-            respect them, too, but for nonlinear constraints.
+        separation: The minimum distance between the points of a batch, and to failed evaluations;
+            see `fantasy_batch`.
+        num_trials: The number of trials of an evaluation, each of which can fail. If there are
+            several, tell the number of valid trials. An evaluation is valid if more than half of
+            its trials are.
+        learn_from_failures: Whether the model of the objective also learns from the values of
+            failed evaluations, if they have one. By default they are ignored. As long as no
+            evaluation is valid, the best of them is the incumbent, and expected improvement alone
+            is maximised.
+        incumbent: The value to improve on: ``"observed"``, the best valid observation, or
+            ``"mean"``, the best posterior mean at a valid observation, for noisy observations.
+        refit_every: The number of new evaluations after which hyperparameters are fitted again,
+            starting from the last ones. In between, models are conditioned on new evaluations.
+        make_objective: Makes an unfitted model of the objective. By default a `SequentialGP`.
+        make_validity: Makes an unfitted validity model, from labels 1 (valid) and 0 or from numbers
+            of valid trials. By default a `SequentialGP` with a `BernoulliLikelihood` or a
+            `BinomialLikelihood`.
+        fit_options: Options of L-BFGS for fitting hyperparameters.
+        seed: Seed of all random numbers.
+        options: Options of `fantasy_batch`, including those of BoTorch's `optimize_acqf` and its
+            variants: ``num_restarts``, ``fixed_features={0: 0.5}``, ``inequality_constraints``,
+            ``discrete_dims={1: range(6)}`` (the values of an input), ... Initial points respect
+            them, too, except for nonlinear constraints.
 
     Example:
         >>> import torch
@@ -124,13 +113,15 @@ class BatchOptimizer:
         check_inputs(bounds, name="bounds")
         check_bounds(bounds, strict=True)
         if incumbent not in ("observed", "mean"):
-            raise ValueError(f"incumbent: expected observed or mean, got {incumbent!r}.")
+            raise ValueError(f"incumbent: expected 'observed' or 'mean', got {incumbent!r}.")
         if refit_every < 1:
             raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
         if num_initial is not None and num_initial < 0:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
         if not is_whole(num_trials) or num_trials < 1:
-            raise ValueError(f"num_trials: expected a number of at least 1, got {num_trials!r}.")
+            raise ValueError(
+                f"num_trials: expected a whole number, at least 1, got {num_trials!r}."
+            )
         optimizer = options.get("optimizer")
         others = {name: value for name, value in options.items() if name != "optimizer"}
         own = inspect.signature(BatchOptimizer).parameters
@@ -150,30 +141,30 @@ class BatchOptimizer:
         self.X = self.bounds.new_empty(0, d)
         self.Y = self.bounds.new_empty(0)
         self.num_valid = torch.empty(0, dtype=torch.long, device=bounds.device)
-        self._objective = _Learner(self.make_objective)
-        self._validity = _Learner(self.make_validity)
+        self._objective = RefittedModel(self.make_objective)
+        self._validity = RefittedModel(self.make_validity)
 
     # ---------------------------------------------------------------- ask and tell
 
     def ask(self, q: int = 1, X_pending: Tensor | None = None, progress: bool = False) -> Tensor:
-        """Propose ``q x d`` inputs to evaluate; asked again, the same ones.
+        """Propose ``q x d`` inputs to evaluate. Asking again returns the same inputs.
 
         Until there are ``num_initial`` evaluations, these are the first points of a quasi-random
-        sequence that have been neither told nor passed as ``X_pending``: without it, points that
-        are still being evaluated are proposed again.
+        sequence that have neither been told nor passed as ``X_pending``. Without ``X_pending``,
+        points that are still being evaluated are proposed again.
 
-        As long as there is nothing to improve on, no valid evaluation nor a value to learn from,
-        validity itself is maximised, and a `NoValidObservationWarning` says so.
+        As long as there is no incumbent (neither a valid evaluation nor a value to learn from), the
+        probability of validity is maximised, with a `NoValidObservationWarning`.
 
         Args:
-            q: How many.
-            X_pending: ``k x d`` inputs that have been asked for and not been told yet.
+            q: The number of inputs.
+            X_pending: ``k x d`` inputs that are being evaluated.
             progress: Whether to show a progress bar (only on a terminal).
         """
         return self._propose(q, X_pending, progress)
 
     def _propose(self, q: int, X_pending: Tensor | None, progress: bool) -> Tensor:
-        """What `ask` returns; a warning is about the caller of its caller."""
+        """The result of `ask`. Warnings point at the caller of the calling method."""
         if not is_whole(q) or q < 1:
             raise ValueError(f"q: expected a whole number of points, at least one, got {q!r}.")
         known = self.X
@@ -184,14 +175,14 @@ class BatchOptimizer:
             return self._initial_points(known, q)
         objective, validity = self.objective_model, self.validity_model
         if objective is not None and not self.num_valid.any():
-            validity = None  # nothing is known of it but that it is not where all others are
+            validity = None  # a single class: there is nothing to learn about validity
         models = [model for model in (objective, validity) if model is not None]
-        best_f = None if self.objective_model is None else self._best_f()
+        best_f = self.best_f
         if best_f is None:
             warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=3)
         devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoValidObservationWarning)  # once is enough
+            warnings.simplefilter("ignore", NoValidObservationWarning)  # warned above
             seed = self.seed * 1_000_003 + len(self.X)
             torch.manual_seed(seed)
             return fantasy_batch(
@@ -209,13 +200,14 @@ class BatchOptimizer:
             ).X
 
     def tell(self, X: Tensor, Y: Tensor, valid: Tensor | None = None) -> None:
-        """Learn the outcomes of evaluations, of points that were asked for or of any others.
+        """Learn from evaluations, at points that were asked for or at any others.
 
         Args:
             X: ``n x d`` inputs.
             Y: ``n`` or ``n x 1`` values. Those of failed evaluations may be NaN.
-            valid: ``n`` or ``n x 1`` labels, 1 or true for valid; by default those are valid whose
-                value is not NaN. With several trials in an evaluation, the numbers of valid ones.
+            valid: ``n`` or ``n x 1`` labels, 1 or true for valid. With several trials per
+                evaluation, the numbers of valid trials. By default, evaluations are valid if their
+                value is not NaN.
         """
         self._check_X(X, "X")
         Y = self._as_tensor(Y, "Y", self.bounds.dtype)
@@ -229,13 +221,13 @@ class BatchOptimizer:
         if not Y[valid].isfinite().all():
             raise ValueError("Y: the value of a valid evaluation is NaN or infinite.")
         if Y.isinf().any():
-            raise ValueError("Y: infinite; a failed evaluation without a value has NaN.")
+            raise ValueError("Y: infinite; use NaN for a failed evaluation without a value.")
         data = (
             torch.cat([self.X, X.detach()]),
             torch.cat([self.Y, Y]),
             torch.cat([self.num_valid, num_valid]),
         )
-        # Learn first: if that fails, nothing has been told.
+        # Learn first: if this fails, the state does not change.
         learners = self._learn(*data)
         self.X, self.Y, self.num_valid = data
         self._objective, self._validity = learners
@@ -247,13 +239,13 @@ class BatchOptimizer:
         q: int = 1,
         progress: bool = True,
     ) -> None:
-        """Ask and tell until there are so many evaluations.
+        """Ask and tell until a number of evaluations is reached.
 
         Args:
-            evaluate: From ``q x d`` inputs to a pair: ``q`` values, and ``q`` labels (or numbers of
-                valid trials) or ``None``.
-            num_evaluations: How many there are to be, those that have been told included.
-            q: How many at a time.
+            evaluate: A function of ``q x d`` inputs that returns a pair: ``q`` values, and ``q``
+                labels (or numbers of valid trials) or ``None``.
+            num_evaluations: The total number of evaluations, including those told before.
+            q: The number of evaluations in a batch.
             progress: Whether to show a progress bar (only on a terminal).
         """
         bar = progress_bar(
@@ -268,8 +260,8 @@ class BatchOptimizer:
                 outcome = evaluate(X)
                 if not isinstance(outcome, tuple | list) or len(outcome) != 2:
                     raise TypeError(
-                        "evaluate: expected a function that returns a pair (Y, valid), of which "
-                        f"valid may be None, got a {type(outcome).__name__} from it."
+                        "evaluate: expected a function that returns a pair (Y, valid), where valid "
+                        f"may be None, but it returned a {type(outcome).__name__}."
                     )
                 self.tell(X, *outcome)
                 bar.update(len(X))
@@ -279,12 +271,12 @@ class BatchOptimizer:
 
     @property
     def valid(self) -> Tensor:
-        """``n`` booleans: which evaluations were valid."""
+        """Which evaluations were valid, ``n`` booleans."""
         return self._is_valid(self.num_valid)
 
     @property
     def best(self) -> tuple[Tensor, Tensor] | None:
-        """Input ``d`` and value of the best valid observation, if there is one."""
+        """Input ``d`` and value of the best valid observation, ``None`` if there is none."""
         if not self.valid.any():
             return None
         sign = 1.0 if self.maximize else -1.0
@@ -292,23 +284,38 @@ class BatchOptimizer:
         return self.X[index], self.Y[index]
 
     @property
+    @torch.no_grad()
+    def best_f(self) -> Tensor | None:
+        """The value of the incumbent, ``None`` if there is none."""
+        if self.objective_model is None:
+            return None
+        counts = self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
+        if self.incumbent == "observed":
+            return best_valid(self.Y, counts, self.maximize)
+        posterior: Any = self.objective_model.posterior(self.X[counts].unsqueeze(-2))
+        return posterior.mean.max() if self.maximize else posterior.mean.min()
+
+    @property
     def objective_model(self) -> Model | None:
-        """The model of the objective, ``None`` without an evaluation that it learns from."""
+        """The model of the objective, ``None`` until there is an evaluation to learn from."""
         return self._objective.model
 
     @property
     def validity_model(self) -> Model | None:
-        """The model of validity, ``None`` without any evaluation."""
+        """The validity model, ``None`` until there is an evaluation."""
         return self._validity.model
 
     def probability_of_validity(self, X: Tensor) -> Tensor:
-        """``...`` probabilities at ``... x d`` inputs.
+        """The probability that evaluations are valid.
 
         Args:
-            X: The inputs.
+            X: ``... x d`` inputs.
+
+        Returns:
+            ``...`` probabilities.
         """
         if self.validity_model is None:
-            raise RuntimeError("Nothing has been told yet.")
+            raise RuntimeError("Nothing has been told yet: there is no validity model.")
         check_tensor(X, "X")
         if not X.dim() or X.shape[-1] != self.bounds.shape[-1]:
             raise ValueError(
@@ -320,10 +327,11 @@ class BatchOptimizer:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that has been told and learnt: tensors, numbers and strings.
+        """Return all evaluations and everything that was learnt: tensors, numbers and strings.
 
-        ``torch.save`` it, and ``torch.load`` it with ``weights_only=True``. Options are not part of
-        it: build the optimiser as before, then `load_state_dict`.
+        Save it with ``torch.save``, and load it with ``torch.load(..., weights_only=True)``. It
+        does not include options: build an optimiser with the same options, then call
+        `load_state_dict`.
         """
         return {
             "version": _VERSION,
@@ -339,17 +347,17 @@ class BatchOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where an optimiser with the same options was.
+        """Resume from the state of an optimiser with the same options.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
         """
         is_state = isinstance(state, Mapping) and "version" in state
         if is_state and state["version"] == _VERSION:
             is_state = state.keys() >= self.state_dict().keys()
         if not is_state:
             raise ValueError(
-                "state: not the state of a BatchOptimizer; expected what state_dict() returned."
+                "state: not the state of a BatchOptimizer; expected the result of state_dict()."
             )
         if state["version"] != _VERSION:
             raise ValueError(
@@ -361,23 +369,23 @@ class BatchOptimizer:
             before, now = (torch.as_tensor(value).to(self.bounds) for value in (saved, own))
             if not torch.equal(before, now):
                 raise ValueError(
-                    f"state: it was saved with {name} = {saved}, this optimiser has {own}; build "
-                    "it with the same options."
+                    f"state: saved with {name} = {saved}, but this optimiser has {own}; build it "
+                    "with the same options."
                 )
         self._check_X(state["X"].to(self.bounds), "state['X']")
         X, Y = state["X"].to(self.bounds), state["Y"].to(self.bounds)
         num_valid = state["num_valid"].to(self.bounds.device)
-        objective, validity = _Learner(self.make_objective), _Learner(self.make_validity)
+        objective, validity = RefittedModel(self.make_objective), RefittedModel(self.make_validity)
         teaches = self._teaches(Y, self._is_valid(num_valid))
         objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
         validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
         self.X, self.Y, self.num_valid = X, Y, num_valid
         self._objective, self._validity = objective, validity
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- helpers
 
     def _as_tensor(self, values: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Numbers, or labels, as a tensor that belongs to the bounds."""
+        """Convert numbers or labels to a tensor on the device of the bounds."""
         try:
             return torch.as_tensor(values, dtype=dtype, device=self.bounds.device).detach()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -391,12 +399,12 @@ class BatchOptimizer:
             )
         if X.dtype != self.bounds.dtype or X.device != self.bounds.device:
             raise TypeError(
-                f"{name}: expected {self.bounds.dtype} on {self.bounds.device} as the bounds are, "
+                f"{name}: expected {self.bounds.dtype} on {self.bounds.device}, like the bounds, "
                 f"got {X.dtype} on {X.device}."
             )
 
     def _check_valid(self, valid: Any, n: int) -> Tensor:
-        """``n`` numbers of valid trials, from labels or from numbers."""
+        """Return ``n`` numbers of valid trials, from labels or numbers."""
         valid = self._as_tensor(valid, "valid")
         expected = "labels" if self.num_trials == 1 else "numbers of valid trials"
         if valid.numel() != n:
@@ -408,22 +416,24 @@ class BatchOptimizer:
         valid = valid.to(self.bounds).reshape(-1)
         if not ((valid >= 0) & (valid <= self.num_trials) & (valid == valid.round())).all():
             raise ValueError(
-                "valid: expected labels, 1 or true for valid and 0 or false for not."
+                "valid: expected labels, 1 or true for valid and 0 or false for failed."
                 if self.num_trials == 1
                 else f"valid: expected numbers of valid trials, 0 to {self.num_trials}."
             )
         return valid.long()
 
     def _is_valid(self, num_valid: Tensor) -> Tensor:
-        """Which evaluations are valid, by the number of their trials that are."""
+        """Which evaluations are valid, given their numbers of valid trials."""
         return num_valid > THRESHOLD * self.num_trials
 
     def _teaches(self, Y: Tensor, valid: Tensor) -> Tensor:
-        """Which evaluations the objective's model learns from."""
+        """Which evaluations the model of the objective learns from."""
         return ~Y.isnan() if self.learn_from_failures else valid
 
-    def _learn(self, X: Tensor, Y: Tensor, num_valid: Tensor) -> tuple[_Learner, _Learner]:
-        """Both models, having learnt the data."""
+    def _learn(
+        self, X: Tensor, Y: Tensor, num_valid: Tensor
+    ) -> tuple[RefittedModel, RefittedModel]:
+        """Fit both models to the data, or condition them on what is new."""
         objective, validity = self._objective, self._validity
         teaches = self._teaches(Y, self._is_valid(num_valid))
         if teaches.any():
@@ -431,27 +441,19 @@ class BatchOptimizer:
                 X[teaches], Y[teaches].unsqueeze(-1), self.refit_every, self.fit_options
             )
         if len(X):
-            # Of one class alone nothing can be learnt about the scale of the other.
+            # Hyperparameters cannot be learnt from a single class.
             both = bool((num_valid > 0).any() and (num_valid < self.num_trials).any())
             validity = validity.learn(
                 X, num_valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=both
             )
         return objective, validity
 
-    @torch.no_grad()
-    def _best_f(self) -> Tensor | None:
-        counts = self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
-        if self.incumbent == "observed" or self.objective_model is None:
-            return best_valid(self.Y, counts, self.maximize)
-        posterior: Any = self.objective_model.posterior(self.X[counts].unsqueeze(-2))
-        return posterior.mean.max() if self.maximize else posterior.mean.min()
-
     def _default_objective(self, X: Tensor, Y: Tensor) -> Model:
         return SequentialGP(
             X,
             Y,
-            # BoTorch's default, but given: values that are all the same cannot be standardised,
-            # and that is nothing to warn of here.
+            # The default kernel of BoTorch. Passing it suppresses the warning about values that
+            # are not standardised, such as those that are all the same.
             covar_module=get_covar_module_with_dim_scaled_prior(X.shape[-1]).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
             outcome_transform=Standardize(1),
@@ -471,151 +473,10 @@ class BatchOptimizer:
         )
 
     def _initial_points(self, known: Tensor, q: int) -> Tensor:
-        """The first points of a quasi-random sequence that are not among those that are known."""
-        X = self._sequence(len(known) + q)
+        """The first points of a quasi-random sequence that are not known."""
+        X = quasi_random_points(len(known) + q, self.bounds, self.options, self.seed)
         span = (self.bounds[1] - self.bounds[0]).clamp_min(torch.finfo(X.dtype).tiny)
         apart = ((X.unsqueeze(1) - known).abs() / span > 1e-6).any(-1).all(-1)
         new = X[apart][:q]
-        # Of a discrete space all may be known: then some are repeated.
+        # In a discrete space all points may be known: repeat some of them.
         return new if len(new) == q else X[-q:]
-
-    @torch.no_grad()
-    def _sequence(self, n: int) -> Tensor:
-        """The first ``n`` points of a quasi-random sequence, as the options allow."""
-        options, d = self.options, self.bounds.shape[-1]
-        constraints = {
-            name: options[name]
-            for name in ("inequality_constraints", "equality_constraints")
-            if options.get(name)
-        }
-        generator = torch.Generator().manual_seed(self.seed)
-        if "choices" in options:
-            choices = options["choices"]
-            order = torch.randperm(len(choices), generator=generator, device="cpu")
-            chosen = order[torch.arange(n, device="cpu") % len(choices)]
-            return choices[chosen.to(choices.device)].to(self.bounds)
-        fixed = dict(options.get("fixed_features") or {})
-        if constraints:
-            bounds = self.bounds.clone()
-            for index, value in fixed.items():
-                bounds[:, index] = value
-            X = get_polytope_samples(n, bounds, seed=self.seed, n_burnin=1000, **constraints)
-        else:
-            with torch.device("cpu"):
-                engine = SobolEngine(d, scramble=True, seed=self.seed)
-                unit = engine.draw(n, dtype=self.bounds.dtype)
-            X = unnormalize(unit.to(self.bounds), self.bounds)
-        for index, value in fixed.items():
-            X[:, index] = value
-        alternatives = options.get("fixed_features_list")
-        if alternatives:
-            for k, row in enumerate(X):
-                for index, value in alternatives[k % len(alternatives)].items():
-                    row[index] = value
-        levels_of = {**(options.get("discrete_dims") or {}), **(options.get("cat_dims") or {})}
-        if levels_of and constraints:
-            X = nearest_allowed(X, bounds, levels_of, **constraints)
-        else:
-            for index, levels in levels_of.items():
-                levels = torch.as_tensor(levels, dtype=X.dtype, device=X.device)
-                span = (self.bounds[1, index] - self.bounds[0, index]).clamp_min(1e-12)
-                share = ((X[:, index] - self.bounds[0, index]) / span).clamp(0, 1)
-                X[:, index] = levels[(share * len(levels)).long().clamp_max(len(levels) - 1)]
-        if "discrete_choices" in options:
-            for index, levels in enumerate(options["discrete_choices"]):
-                draw = torch.rand(n, generator=generator, device="cpu").to(X)
-                X[:, index] = levels.to(X)[(draw * len(levels)).long().clamp_max(len(levels) - 1)]
-        if options.get("post_processing_func"):
-            X = options["post_processing_func"](X)
-        return X
-
-
-class _Learner:
-    """A model and how much of the data it has been fitted to; learning makes a new one.
-
-    Args:
-        make: Makes an unfitted model from data.
-    """
-
-    def __init__(self, make: ModelFactory) -> None:
-        self.make = make
-        self.model: Model | None = None
-        self.base: Model | None = None
-        self.num_fitted = 0
-
-    def learn(
-        self, X: Tensor, Y: Tensor, refit_every: int, options: dict[str, Any], fit: bool = True
-    ) -> _Learner:
-        """Fit a model, or condition the present one on what is new.
-
-        Args:
-            X: ``n x d`` inputs, those that are known first.
-            Y: ``n x 1`` targets.
-            refit_every: After how many new observations hyperparameters are learnt again.
-            options: Of the optimiser of hyperparameters.
-            fit: Whether they are learnt at all.
-        """
-        result = _Learner(self.make)
-        if self.base is not None and len(X) - self.num_fitted < refit_every:
-            result.base, result.num_fitted = self.base, self.num_fitted
-            result.model = _condition_on_new(self.base, X, Y, self.num_fitted)
-            return result
-        model = _make(self.make, X, Y)
-        if fit:
-            if self.base is not None:
-                _copy_hyperparameters(self.base, model)
-            _fit(model, options)
-        result.model = result.base = model.eval()
-        result.num_fitted = len(X)
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """The fitted model's state, and how much data it has."""
-        state = {} if self.base is None else dict(self.base.state_dict())
-        return {"num_fitted": self.num_fitted, "model": state}
-
-    def load_state_dict(self, state: dict[str, Any], X: Tensor, Y: Tensor) -> None:
-        """The model as it was, from its state and the data.
-
-        Args:
-            state: What `state_dict` returned.
-            X: ``n x d`` inputs.
-            Y: ``n x 1`` targets.
-        """
-        self.num_fitted = state["num_fitted"]
-        if not self.num_fitted:
-            return
-        base = _make(self.make, X[: self.num_fitted], Y[: self.num_fitted])
-        base.load_state_dict(state["model"])
-        self.base = base.eval()
-        self.model = _condition_on_new(self.base, X, Y, self.num_fitted)
-
-
-def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
-    with X.device:  # where BoTorch and GPyTorch make what has no device of its own
-        return make(X, Y)
-
-
-@torch.no_grad()
-def _condition_on_new(model: Model, X: Tensor, Y: Tensor, known: int) -> Model:
-    if len(X) == known:
-        return model
-    model.posterior(X[:1])  # fills the caches of BoTorch's exact models
-    return model.condition_on_observations(X[known:], Y[known:])
-
-
-def _fit(model: Model, options: dict[str, Any]) -> None:
-    kind = DualELBO if isinstance(model, SequentialGP) else ExactMarginalLogLikelihood
-    fit_gpytorch_mll(kind(model.likelihood, model), optimizer_kwargs={"options": dict(options)})
-
-
-@torch.no_grad()
-def _copy_hyperparameters(old: Model, new: Model) -> None:
-    """Start from what was learnt; inducing points are of the new data."""
-    learnt = dict(old.named_parameters())
-    for name, parameter in new.named_parameters():
-        value = learnt.get(name)
-        if value is not None and value.shape == parameter.shape and "inducing" not in name:
-            parameter.copy_(copy.deepcopy(value))
-    if isinstance(new, SequentialGP):
-        new.refresh()

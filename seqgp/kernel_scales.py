@@ -1,4 +1,4 @@
-"""Scales of kernels: where a lengthscale should begin, and a variance that stays."""
+"""Scales of kernels: an initial lengthscale, and a fixed variance."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["median_distance", "sharp"]
 
 @torch.no_grad()
 def median_distance(X: Tensor, max_points: int = 500) -> float:
-    """The median distance between inputs, a lengthscale to begin with.
+    """The median distance between inputs, a good initial lengthscale in many dimensions.
 
-    A lengthscale of 1, which suits standardised inputs of a few dimensions, makes images of 784
-    pixels independent of each other: nothing can be learnt, not even the lengthscale.
+    A lengthscale of 1 suits standardised inputs of a few dimensions. It makes images of 784 pixels
+    independent of each other, so that nothing can be learnt, not even the lengthscale.
 
     Args:
         X: ``n x d`` inputs, at least two of them different.
-        max_points: How many of them, evenly spread, are looked at.
+        max_points: The maximum number of inputs to use, at even intervals.
 
     Example:
         >>> import torch
@@ -33,16 +33,16 @@ def median_distance(X: Tensor, max_points: int = 500) -> float:
     distances = torch.pdist(X[::step][:max_points])
     positive = distances[distances > 0]
     if not len(positive):
-        raise ValueError("X: all inputs are the same; their distances say nothing.")
+        raise ValueError("X: all inputs are the same, so all distances are zero.")
     return float(positive.median())
 
 
 def sharp(kernel: Kernel, variance: float = 100.0) -> ScaleKernel:
-    """A kernel for labels that jump, such as whether an experiment works: its variance is fixed.
+    """A kernel with a large fixed variance, for labels with sharp boundaries.
 
-    A classifier is sure of itself near data if the variance of its latent function is large. One
-    that is learnt is too small for that: sharp labels tell nothing about it beyond that it is
-    large, and the bound prefers what is easy to approximate.
+    An example is whether an experiment works. A classifier is certain near data if the variance of
+    its latent function is large. A learnt variance is too small for that: sharp labels only say
+    that it is large, and the evidence lower bound prefers a posterior that is easy to approximate.
 
     Args:
         kernel: A kernel of variance one.

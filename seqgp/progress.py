@@ -1,4 +1,4 @@
-"""Progress bars, if `tqdm` is there to draw them."""
+"""Progress bars, if `tqdm` is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _NoBar:
-    """What a progress bar has to be able to do, done in silence."""
+    """The interface of a progress bar that draws nothing."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self.iterable = iterable
@@ -19,32 +19,32 @@ class _NoBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def update(self, n: int = 1) -> None:
-        """Nothing to draw."""
+        """Do nothing."""
 
     def set_postfix(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to draw."""
+        """Do nothing."""
 
     def set_postfix_str(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to draw."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def progress_bar(
     iterable: Iterable[Any] | None = None, disable: bool | None = None, **kwargs: Any
 ) -> Any:
-    """A `tqdm` progress bar, or none without `tqdm`.
+    """A `tqdm` progress bar, or one that draws nothing if `tqdm` is not installed.
 
-    The environment variable ``TQDM_DISABLE=1`` silences all of them.
+    The environment variable ``TQDM_DISABLE=1`` disables all progress bars.
 
     Args:
-        iterable: What to iterate over.
-        disable: ``True`` for no bar, ``None`` for one on terminals only, ``False`` for one in any
-            case.
+        iterable: The iterable.
+        disable: ``True`` for no bar, ``None`` for a bar on terminals only, ``False`` for a bar
+            everywhere.
         kwargs: Options of `tqdm` (``desc``, ``total``, ``unit``, ...).
     """
     if disable is not True:

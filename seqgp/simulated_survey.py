@@ -1,4 +1,4 @@
-"""Data sets that are made, not measured: a country with villages and a disease."""
+"""A simulated survey: a country with villages and a disease."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Country(NamedTuple):
-    """Villages of a made country.
+    """The villages of a country.
 
     Attributes:
-        inputs: ``n x 8`` covariates of the villages, see `names`.
-        prevalence: ``n`` true prevalences of a disease, which only surveys reveal.
-        names: The names of the covariates.
+        inputs: ``n x d`` covariates of the villages.
+        prevalence: ``n`` true prevalences of a disease.
+        names: The ``d`` names of the covariates.
 
     Example:
         >>> import torch
@@ -33,12 +33,15 @@ class Country(NamedTuple):
     names: tuple[str, ...]
 
     def survey(self, index: Tensor, tests: int = 100, seed: int = 0) -> Tensor:
-        """Positive tests in some villages, ``len(index)``; always the same for the same seed.
+        """Sample the numbers of positive tests in some villages. They are reproducible.
 
         Args:
-            index: Which villages.
-            tests: How many people are tested in each.
-            seed: Seed of the draws.
+            index: ``k`` indices of villages.
+            tests: The number of people tested in each village.
+            seed: Seed of the samples.
+
+        Returns:
+            ``k`` counts.
         """
         generator = torch.Generator().manual_seed(seed)
         size = len(self.prevalence), tests
@@ -47,15 +50,16 @@ class Country(NamedTuple):
         return positive[index.cpu()].to(self.prevalence)
 
     def scaled(self, index: Tensor) -> Tensor:
-        """All inputs, scaled such that those of some villages span the unit cube.
+        """All inputs ``n x d``, scaled such that those of some villages span the unit cube.
 
         Args:
-            index: Those villages.
+            index: Indices of these villages.
         """
         low, high = self.inputs[index].amin(0), self.inputs[index].amax(0)
         return (self.inputs - low) / (high - low)
 
 
+#: Names of the covariates of `make_country`.
 NAMES = (
     "longitude",
     "latitude",
@@ -71,18 +75,18 @@ NAMES = (
 def make_country(
     villages: int = 1500, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Country:
-    """A country of about 500 km x 500 km in which a water-borne disease is found.
+    """Simulate a country of about 500 km x 500 km with a water-borne disease.
 
-    A coast in the south, a mountain range, rivers that run to the sea. It is colder up in the
-    mountains, wetter and less seasonal near the coast, and villages crowd along rivers. Prevalence
-    is highest close to water where it is warm and wet enough, varies from region to region for
-    reasons that no covariate shows, and scatters from village to village: most villages have
-    little of the disease, some a lot.
+    It has a coast in the south, a mountain range, and rivers that run to the sea. It is colder in
+    the mountains, wetter and less seasonal near the coast, and there are more villages along the
+    rivers. Prevalence is highest near water where it is warm and wet. It also varies between
+    regions for reasons that are not among the covariates, and between neighbouring villages. Most
+    villages have a low prevalence, some a high one.
 
     Args:
-        villages: How many.
-        seed: Seed; each is another country.
-        dtype: Of the result.
+        villages: The number of villages.
+        seed: Seed of the country.
+        dtype: The dtype of the result.
 
     Example:
         >>> country = make_country(300)
@@ -102,7 +106,7 @@ def make_country(
     x, y = _settle(rng, villages, rivers)
     place = np.stack([x, y], -1)
     water = np.array([np.linalg.norm(rivers - here, axis=-1).min() for here in place])
-    stream = rng.exponential(6.0, villages)  # the next of the brooks that are too many to draw
+    stream = rng.exponential(6.0, villages)  # distance to the nearest brook
     water = 1000 * np.minimum(water, stream) * rng.lognormal(0, 0.2, villages)
     height = elevation(x, y)
     warmth = 27.5 - 6.5 * height / 1000 + 0.3 * rng.normal(size=villages)
@@ -120,14 +124,14 @@ def make_country(
 
 
 def read_country(path: str | Path, dtype: torch.dtype = torch.float64) -> Country:
-    r"""A country from a CSV file: covariates, and a column ``theta`` of prevalences.
+    r"""Read a country from a CSV file with covariates and a column ``theta`` of prevalences.
 
-    Columns that are not numbers are left out. Made for the data of Cote d'Ivoire of
+    Columns that are not numbers are ignored. This reads the data of Cote d'Ivoire of
     Andrade-Pacheco et al. (2020), which Maddox et al. (2021) use.
 
     Args:
         path: The file.
-        dtype: Of the result.
+        dtype: The dtype of the result.
 
     Example:
         >>> import tempfile
@@ -173,7 +177,7 @@ def _smooth_field(rng: np.random.Generator, scale: float, waves: int = 60) -> Fi
 
 
 def _river(rng: np.random.Generator, start: float) -> np.ndarray:
-    """Points every kilometre along a river from the sea inland, which meanders and ends."""
+    """Points at every kilometre of a meandering river, from the sea inland."""
     length = int(rng.uniform(250, 520))
     bend = np.cumsum(rng.normal(size=length)) * 0.35
     slant = rng.uniform(-0.35, 0.35)
@@ -184,7 +188,7 @@ def _river(rng: np.random.Generator, start: float) -> np.ndarray:
 def _settle(
     rng: np.random.Generator, number: int, rivers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where villages are: half of them along rivers, the others anywhere."""
+    """Places of villages: half of them along rivers, the others anywhere."""
     inside = rivers[(np.abs(rivers - 250) < 248).all(-1)]
     banks = inside[rng.integers(len(inside), size=number)] + rng.normal(0, 7, (number, 2))
     anywhere = rng.uniform(0, 500, (number, 2))

@@ -198,12 +198,12 @@ def test_values_of_failures_before_anything_is_valid() -> None:
     loop = BatchOptimizer(unit(), learn_from_failures=True, **FEW)
     loop.tell(X, Y, torch.zeros(12))
     assert loop.best is None
-    assert loop._best_f() == Y.max()
+    assert loop.best_f == Y.max()
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoValidObservationWarning)
         loop.ask(1)
     loop.tell(X[:1] + 0.01, Y[:1], torch.ones(1))
-    assert loop._best_f() == Y[0]
+    assert loop.best_f == Y[0]
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -231,9 +231,9 @@ def test_incumbent_of_noisy_observations() -> None:
     )
     for loop in (observed, mean):
         loop.tell(X, Y)
-    assert observed._best_f() == Y.max()
+    assert observed.best_f == Y.max()
     posterior = mean.objective_model.posterior(X).mean  # type: ignore[union-attr]
-    assert_close(mean._best_f(), posterior.max(), 1e-8)
+    assert_close(mean.best_f, posterior.max(), 1e-8)
 
 
 def test_models_of_the_users_own() -> None:

@@ -65,14 +65,29 @@ def test_progress_bars_need_no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(records) == 1
 
 
+def run(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_lazy() -> None:
+    unwanted = ["matplotlib", "ax", "scipy.stats", "seqgp.ax", "seqgp.plots", "seqgp.checkpoint"]
+    assert run(f"import sys, seqgp; print(set({unwanted}) & set(sys.modules))") == "set()\n"
+    # Nor does a model need any of them.
+    code = f"import sys; from seqgp import SequentialGP; print(set({unwanted}) & set(sys.modules))"
+    assert run(code) == "set()\n"
+
+
 def test_modules_are_there_without_being_imported() -> None:
     """When they are asked for, and not before."""
     code = """
 import sys, seqgp
 assert not {"seqgp.batch_optimizer", "seqgp.ax", "seqgp.simulated_survey"} & set(sys.modules)
 assert seqgp.batch_optimizer.BatchOptimizer and seqgp.kernel_scales.sharp
-assert seqgp.simulated_survey.make_country
-assert seqgp.acquisition.fantasy_batch
+assert seqgp.simulated_survey.make_country and seqgp.checkpoint.register
+assert seqgp.acquisition.fantasy_batch and seqgp.plots.posterior
 assert not hasattr(seqgp, "nothing")
 sys.modules["ax"] = None  # as if it were not installed
 try:
@@ -80,8 +95,59 @@ try:
 except ImportError:
     print("done")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "done\n", done.stderr
+    assert run(code) == "done\n"
+
+
+def test_names_are_those_of_the_modules_that_define_them() -> None:
+    code = """
+import seqgp
+assert set(seqgp.__all__) <= set(dir(seqgp)) and "batch_optimizer" in dir(seqgp)
+from seqgp import *
+assert SequentialGP is seqgp.SequentialGP is seqgp.models.sequential_gp.SequentialGP
+assert save is seqgp.checkpoint.contents.save
+print("done")
+"""
+    assert run(code) == "done\n"
+
+
+def test_every_module_can_be_imported_first() -> None:
+    """Whatever is used first, there is no circular import."""
+    paths = [path.relative_to(ROOT.parent).with_suffix("") for path in ROOT.rglob("*.py")]
+    modules = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    modules = [name for name in modules if not name.startswith("seqgp.ax")]
+    assert "seqgp.streaming.memory" in modules
+    code = f"""
+import importlib, sys
+for module in {modules}:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "seqgp"]:
+        del sys.modules[name]
+    importlib.import_module(module)
+print("done")
+"""
+    assert run(code) == "done\n"
+
+
+def test_import_takes_no_longer_than_that_of_botorch() -> None:
+    """In processor seconds, with an allowance for noise."""
+    code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
+    times = {
+        name: min(float(run(code.format(name))) for _ in range(3)) for name in ("botorch", "seqgp")
+    }
+    assert times["seqgp"] <= 1.25 * times["botorch"]
+
+
+@pytest.mark.parametrize("first", ["seqgp", "botorch.sampling.pathwise"])
+def test_pathwise_samples_whatever_is_imported_first(first: str) -> None:
+    """BoTorch's dispatchers know the model by the time that there is one."""
+    code = f"""
+import {first}
+import seqgp, torch
+X = torch.linspace(0, 1, 9, dtype=torch.double).unsqueeze(-1)
+model = seqgp.SequentialGP(X, 2**0.5 * torch.sin(12.6 * X))
+from botorch.sampling.pathwise import draw_matheron_paths
+print(tuple(draw_matheron_paths(model, torch.Size([3]))(X).shape))
+"""
+    assert run(code) == "(3, 9)\n"
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +156,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sdist")
     made = (".*", "__pycache__", "*.egg-info", "build", "dist", "_build", "figures")
     shutil.copytree(ROOT.parent, directory / "sources", ignore=shutil.ignore_patterns(*made))
-    run("-m", "build", "--sdist", "--no-isolation", "--outdir", "..", cwd=directory / "sources")
+    run_in("-m", "build", "--sdist", "--no-isolation", "--outdir", "..", cwd=directory / "sources")
     name = f"seqgp-{seqgp.__version__}"
     with tarfile.open(directory / f"{name}.tar.gz") as archive:
         archive.extractall(directory, filter="data")
     return directory / name
 
 
-def run(*arguments: str, cwd: Path) -> str:
+def run_in(*arguments: str, cwd: Path) -> str:
     """What Python prints in a directory, whose packages come before installed ones."""
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -136,6 +202,6 @@ def test_tests_of_the_source_distribution_run(unpacked: Path) -> None:
     files = {line.partition("::")[0] for line in collected if "::" in line}
     tests = ROOT.parent / "tests"
     assert {str(path.relative_to(ROOT.parent)) for path in tests.rglob("test_*.py")} <= files
-    assert f"{unpacked}/seqgp" in run("-c", "import seqgp; print(seqgp)", cwd=unpacked)
+    assert f"{unpacked}/seqgp" in run_in("-c", "import seqgp; print(seqgp)", cwd=unpacked)
     links = "tests/documentation/test_readme.py::test_links_lead_somewhere"
     assert "passed" in run(*options, "tests/dual/test_duals.py", links, cwd=unpacked)

@@ -183,7 +183,7 @@ def test_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"show": "all"}, "show: expected mean, sd or both"),
+        ({"show": "all"}, "show: expected 'mean', 'sd' or 'both'"),
         ({"dims": (0, 3)}, "dims: expected one or two of 0 to 1"),
         ({"output": 2}, "output: expected one of 0 to 0"),
         ({"bounds": torch.ones(2, 2)}, "bounds: expected shape 2 x 2, lower bounds first"),
@@ -199,7 +199,7 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 def test_more_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     three = SequentialGP(torch.rand(9, 3), torch.randn(9, 1))
-    with pytest.raises(ValueError, match=r"dims: with 3 inputs, say which"):
+    with pytest.raises(ValueError, match=r"dims: with 3 inputs, choose one or two"):
         seqgp.plots.posterior(three)
     with pytest.raises(TypeError, match="model: expected a SequentialGP"):
         seqgp.plots.posterior(BernoulliLikelihood())

@@ -189,7 +189,7 @@ def test_noise_of_other_points(update: str) -> None:
     model = data.converged()
     model.likelihood.noise_covar.noise = data.arguments["noise"]
     before = state_of(model)
-    with pytest.raises(ValueError, match="noise: the likelihood holds the noise of 30 points"):
+    with pytest.raises(ValueError, match="noise: the likelihood has the noise of 30 points"):
         UPDATES[update](model, data.x[:5], data.y[:5])
     assert_untouched(model, before)
 

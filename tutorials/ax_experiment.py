@@ -1,13 +1,13 @@
-"""An Ax experiment in which trials fail and the metric is a count, from `Client()` to the best.
+"""An Ax experiment with failed trials and a metric that is a count.
 
-Run ``python -m tutorials.ax_experiment``; ``--short`` takes fewer trials. A machine moulds parts.
-Its temperature and its pressure are to be set such that few of the parts are defective: a trial
-makes a tray of them and counts. If it is too hot for the pressure, the machine jams and there is
-nothing to count: the trial has failed. The best settings are not far from where it jams.
+Run ``python -m tutorials.ax_experiment``; ``--short`` has fewer trials. A machine moulds parts. The
+task is to choose its temperature and pressure such that few parts are defective: a trial makes a
+tray of parts and counts the defects. If the temperature is too high for the pressure, the machine
+jams and the trial fails. The best settings are close to those at which it jams.
 
-Two experiments are run, through the same `Client`. One has Ax's default generation strategy, which
-forgets about failed trials and takes counts for Gaussian. The other has that of `seqgp.ax`, one
-line more. The figure is saved as ``figures/ax_experiment.png``.
+There are two experiments with the same `Client`. One has Ax's default generation strategy, which
+ignores failed trials and models counts as Gaussian. The other has that of `seqgp.ax`, which takes
+one more line. The figure is saved as ``figures/ax_experiment.png``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ WAYS = {"ours": "seqgp.ax", "default": "Ax's default"}
 
 
 def rate(temperature: Tensor, pressure: Tensor) -> Tensor:
-    """The number of defects to be expected on a tray."""
+    """The expected number of defects on a tray."""
     t, p = (temperature - 231) / 25, (pressure - 58) / 25
     return 2.0 + 14 * (t - 0.5 * p).square() + 9 * (p + 0.3 * t).square()
 
 
 def works(temperature: Tensor, pressure: Tensor) -> Tensor:
-    """Where the machine does not jam."""
+    """Whether the machine works (and does not jam)."""
     return temperature + 0.45 * pressure < 266 + 6 * torch.sin(pressure / 12)
 
 
 def run_tray(parameters: Any, generator: torch.Generator) -> float | None:
-    """The number of defects, or nothing if the machine jams."""
+    """The number of defects, ``None`` if the machine jams."""
     t, p = (torch.tensor(float(parameters[name])) for name in ("temperature", "pressure"))
     if not works(t, p):
         return None
@@ -56,7 +56,7 @@ def run_tray(parameters: Any, generator: torch.Generator) -> float | None:
 
 
 def best_there_is() -> float:
-    """The least rate of defects, on a fine grid."""
+    """The lowest rate of defects, on a fine grid."""
     t, p = _grid(400)
     return float(rate(t, p)[works(t, p)].min())
 
@@ -65,7 +65,7 @@ def best_there_is() -> float:
 
 
 class Run(NamedTuple):
-    """An experiment at its end: the client, and by trial its parameters and its count."""
+    """A finished experiment: the client, and the parameters and counts of its trials."""
 
     client: Client
     X: Tensor  # n x 2
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 def experiment(way: str, trials: int, seed: int = 0) -> Run:
-    """All there is to it: configure, then ask and tell."""
+    """Configure an experiment, and run it."""
     client = Client(random_seed=seed)
     client.configure_experiment(
         [
@@ -82,7 +82,7 @@ def experiment(way: str, trials: int, seed: int = 0) -> Run:
         ]
     )
     client.configure_optimization(objective="-defects")
-    if way == "ours":  # the one line
+    if way == "ours":
         client.set_generation_strategy(
             seqgp.ax.generation_strategy(likelihoods={"defects": "poisson"}, seed=seed)
         )
@@ -104,14 +104,14 @@ def experiment(way: str, trials: int, seed: int = 0) -> Run:
 
 
 def recommended(run: Run) -> tuple[dict[str, Any], float]:
-    """The best parameters according to Ax and the models, and how good they really are."""
+    """The best parameters according to the model, and their true rate of defects."""
     parameters, *_ = run.client.get_best_parameterization()
     t, p = (torch.tensor(float(parameters[name])) for name in ("temperature", "pressure"))
     return dict(parameters), float(rate(t, p))
 
 
 def best_so_far(run: Run) -> Tensor:
-    """The least rate among the trials so far that worked."""
+    """The lowest true rate of the trials so far that did not fail."""
     t, p = run.X.unbind(-1)
     return torch.where(works(t, p), rate(t, p), torch.inf).cummin(0).values
 
@@ -126,7 +126,7 @@ def _grid(n: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_trials(axes: Axes, run: Run, title: str) -> None:
-    """What is true, and where trials were made."""
+    """Draw the truth and the trials."""
     t, p = _grid(200)
     truth = torch.where(works(t, p), rate(t, p), torch.nan)
     axes.contourf(t, p, truth, levels=[2, 3, 5, 8, 12, 20, 30, 50, 90], cmap="YlGnBu_r")
@@ -151,7 +151,7 @@ def draw_trials(axes: Axes, run: Run, title: str) -> None:
 
 
 def draw_models(left: Axes, right: Axes, run: Run) -> None:
-    """What ours has learnt: the probability that the machine works, and the rate of defects."""
+    """Draw what our models have learnt: the probability of validity, and the rate of defects."""
     n = 40
     t, p = _grid(n)
     points = [
@@ -172,7 +172,7 @@ def draw_models(left: Axes, right: Axes, run: Run) -> None:
 
 
 def draw(runs: dict[str, Run]) -> Path:
-    """All of it."""
+    """Draw the figure."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     axes = figure.subplots(2, 3)
     for column, way in enumerate(WAYS):
@@ -198,7 +198,7 @@ def draw(runs: dict[str, Run]) -> Path:
 
 
 def main() -> None:
-    """Two experiments, a table, a figure."""
+    """Run both experiments; print a table and draw a figure."""
     given = common.parser(__doc__).parse_args()
     common.begin(given)
     trials = SHORT if given.short else TRIALS

@@ -1,13 +1,15 @@
-"""Classes that arrive one after the other: what a memory is for.
+"""Labels that arrive from left to right: what the memory is for.
 
-Run ``python -m tutorials.banana`` (``--short`` for fewer points). Two classes are bent around each
-other like bananas, and their points arrive from left to right in four batches, each seen once. A
-model that is simply fitted to each new batch forgets the others; one that is refitted to everything
-has to keep everything. `SequentialGP.update` keeps forty points, and a summary of the rest.
+Run ``python -m tutorials.banana`` (``--short`` for fewer points). Two classes have the shape of
+interlocking bananas. Their points arrive from left to right in four batches, and each batch is used
+once. A model that is fitted to each new batch forgets the others. A model that is refitted to all
+data has to store all of them. `SequentialGP.update` keeps forty points in its memory, and a summary
+of all others.
 
-What to look for: the boundary (black) on the left stays where it was when data come in on the
-right, and the points that are remembered (ringed) are those on which the boundary hangs. The last
-figure ranks them. Figures are saved in ``figures/``.
+What to look for: the decision boundary (black) on the left does not move when data arrive on the
+right, and the points in memory (ringed) are those that determine the boundary. The last figure
+ranks them by leverage, which measures their influence on the posterior. Figures are saved in
+``figures/``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BATCHES = 4
 
 
 def bananas(n: int) -> tuple[Tensor, Tensor]:
-    """Inputs ``n x 2`` and labels ``n x 1``, 0 or 1, in no order."""
+    """Inputs ``n x 2`` and labels ``n x 1``, 0 or 1, in random order."""
     label = torch.arange(n) % 2
     angle = torch.pi * torch.rand(n)
     sign = 1.0 - 2.0 * label
@@ -47,7 +49,7 @@ def new_model(X: Tensor, Y: Tensor) -> seqgp.SequentialGP:
 
 
 def fitted(X: Tensor, Y: Tensor) -> seqgp.SequentialGP:
-    """The same, with all its data at hand, and hyperparameters that suit them."""
+    """The same model with hyperparameters fitted to the data."""
     model = new_model(X, Y)
     options = {"options": {"maxiter": 30}}
     fit_gpytorch_mll(seqgp.DualELBO(model.likelihood, model), optimizer_kwargs=options)
@@ -56,12 +58,12 @@ def fitted(X: Tensor, Y: Tensor) -> seqgp.SequentialGP:
 
 @torch.no_grad()
 def accuracy(model: seqgp.SequentialGP, X: Tensor, Y: Tensor) -> float:
-    """How many labels are right."""
+    """The share of correct labels."""
     return float(((model.posterior(X).mean > 0) == (Y > 0.5)).double().mean())
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Four batches, three ways to learn them."""
+    """Learn four batches in three ways."""
     given = common.parser(__doc__).parse_args(arguments)
     common.begin(given)
     size = 60 if given.short else 200
@@ -96,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     history, axes = common.new_figure(3, 1, (8, 8), sharex=True)
     seqgp.plots.history(records, axes)
     paths.append(common.save(history, "banana-history"))
-    print(f"The model has seen {model.num_seen} points and holds {model.num_data} of them.")
+    print(f"The model has learnt {model.num_seen} points, {model.num_data} are in its memory.")
     print("Figures: " + ", ".join(map(str, paths)))
 
 

@@ -1,11 +1,11 @@
-"""A stream that is killed, and goes on as if nothing had happened.
+"""A stream whose process is killed, and which is resumed from a checkpoint.
 
 Run ``python -m tutorials.checkpoints`` (``--short`` for fewer batches). Calls arrive at a call
-centre; a model counts them and follows the rate through the day. After every batch it is saved. A
-process that does this is killed halfway, with no chance to clean up; another one loads the file
-and goes on. At the end its model is compared with that of a process that nobody killed: they are
-the same, bit by bit, since the file holds everything that the stream needs, and it is only ever
-replaced as a whole. Figures are saved in ``figures/``.
+centre, and a model learns their rate through the day. It is saved after every batch. The process is
+killed halfway, without a chance to clean up. Another process loads the file and resumes. At the end
+its model is compared with that of a process that was not killed. They are bitwise the same, because
+the file contains everything that the stream needs, and is always replaced as a whole. Figures
+are saved in ``figures/``.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SIZE = 60
 
 
 def rate(hour: Tensor) -> Tensor:
-    """Calls a minute through the day."""
+    """Calls per minute through the day."""
     morning, evening = (torch.exp(-0.5 * ((hour - at) / 1.6) ** 2) for at in (10, 17))
     return 1 + 7 * morning + 4 * evening
 
 
 def batch(k: int, batches: int) -> tuple[Tensor, Tensor]:
-    """The calls of the ``k``-th part of the day, always the same."""
+    """The calls of the ``k``-th part of the day, reproducible."""
     generator = torch.Generator().manual_seed(k)
     hour = 24 * (k + torch.rand(SIZE, 1, generator=generator).sort(0).values) / batches
     return hour, torch.poisson(rate(hour), generator=generator)
 
 
 def stream(path: Path, batches: int) -> seqgp.SequentialGP:
-    """Learn all batches, from the last checkpoint on if there is one."""
+    """Learn all batches, starting from the last checkpoint if there is one."""
     if path.exists():
         model, start = seqgp.load(path), load_extra(path)["next"]
-        print(f"  goes on with batch {start}, having seen {model.num_seen} minutes", flush=True)
+        print(f"  resumes with batch {start}, after {model.num_seen} minutes", flush=True)
     else:
         kernel = ScaleKernel(MaternKernel(nu=2.5))
         kernel.base_kernel.lengthscale = 2.0
@@ -69,7 +69,7 @@ def stream(path: Path, batches: int) -> seqgp.SequentialGP:
 
 
 def run_and_kill(path: Path, batches: int, after: int) -> None:
-    """The same in a process of its own, which is killed when it has saved some batches."""
+    """Run `stream` in another process, and kill it after some batches."""
     command = [sys.executable, "-m", "tutorials.checkpoints", "--worker", str(path), str(batches)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -82,7 +82,7 @@ def run_and_kill(path: Path, batches: int, after: int) -> None:
 
 
 def same(a: seqgp.SequentialGP, b: seqgp.SequentialGP, at: Tensor) -> bool:
-    """Whether all that two models hold and say is the same, bit by bit."""
+    """Whether the states and predictions of two models are bitwise the same."""
     left, right = a.state_dict(), b.state_dict()
     state = all(torch.equal(value, right[key]) for key, value in left.items())
     memory = all(torch.equal(x, y) for x, y in zip(a.memory, b.memory, strict=True))
@@ -91,7 +91,7 @@ def same(a: seqgp.SequentialGP, b: seqgp.SequentialGP, at: Tensor) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """One that is killed, one that goes on, one that nobody killed."""
+    """Kill a process, resume, and compare with one that was not killed."""
     cli = common.parser(__doc__)
     cli.add_argument("--worker", nargs=2, metavar=("PATH", "BATCHES"), help="used by itself")
     given = cli.parse_args(arguments)
@@ -104,21 +104,23 @@ def main(arguments: list[str] | None = None) -> None:
     hours = torch.linspace(0, 24, 300).unsqueeze(-1)
     with tempfile.TemporaryDirectory() as directory:
         path, other = Path(directory) / "model.pt", Path(directory) / "other.pt"
-        print("a process that will be killed:")
+        print("a process that is killed:")
         run_and_kill(path, batches, after=batches // 2)
         found = seqgp.load(path)
         size = path.stat().st_size / 1024
-        print(f"what it left behind: {size:.0f} KB, {found.num_seen} minutes seen\nanother one:")
+        print(
+            f"its checkpoint: {size:.0f} KB after {found.num_seen} minutes\na process that resumes:"
+        )
         resumed = stream(path, batches)
-        print("one that nobody killed:")
+        print("a process that is not killed:")
         whole = stream(other, batches)
-    print(f"the same, bit by bit: {same(resumed, whole, hours)}")
-    titles = ("when it was killed", "gone on from there", "never killed")
+    print(f"bitwise the same: {same(resumed, whole, hours)}")
+    titles = ("when it was killed", "resumed", "never killed")
     for panel, model, title in zip(panels[0], (found, resumed, whole), titles, strict=True):
         bounds = torch.tensor([[0.0], [24.0]])
         seqgp.plots.posterior(model, panel, bounds=bounds, legend=model is found)
         panel.plot(hours.squeeze(-1).numpy(), rate(hours).squeeze(-1).numpy(), "k:", label="truth")
-        panel.set(title=title, xlabel="hour", ylabel="calls a minute" if model is found else "")
+        panel.set(title=title, xlabel="hour", ylabel="calls per minute" if model is found else "")
         panel.set_ylim(-0.6, 16)
     print(f"Figures: {common.save(figure, 'checkpoints')}")
 

@@ -1,4 +1,4 @@
-"""What all tutorials have in common: options, and where figures go."""
+"""Options and figures of all tutorials."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def begin(given: argparse.Namespace, seed: int = 0) -> None:
-    """Everything in float64, always the same, on one thread.
+    """Set the seed, float64 and a single thread.
 
     Args:
         given: The options of the command line.
-        seed: Seed of torch's random numbers.
+        seed: Seed of PyTorch's random numbers.
     """
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)  # these matrices are too small to share between threads
+    torch.set_num_threads(1)  # fastest for small matrices
     if given.quiet:
         os.environ["TQDM_DISABLE"] = "1"
 
@@ -43,8 +43,8 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **options: An
     """A figure and its axes, ``rows x columns``.
 
     Args:
-        rows: How many rows of axes.
-        columns: How many columns.
+        rows: The number of rows of axes.
+        columns: The number of columns.
         size: Width and height in inches.
         options: Options of ``Figure.subplots``.
     """
@@ -55,11 +55,11 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **options: An
 
 
 def save(figure: Figure, name: str) -> Path:
-    """Write a figure into ``figures/``.
+    """Save a figure in ``figures/``.
 
     Args:
         figure: The figure.
-        name: Its name, without ending.
+        name: Its name, without extension.
     """
     path = Path("figures") / f"{name}.png"
     path.parent.mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
 """Digits, two at a time: learning new classes without forgetting old ones.
 
-Run ``python -m tutorials.digits`` (``--short`` for less of it). The digits that come with
-scikit-learn arrive in five tasks, 0 and 1, then 2 and 3, and so on; each image is seen once. Three
-models learn them: one by the rule of the paper that this library comes from, without its memory;
-one that folds every image into its summary, and one that also remembers a tenth of them. Then we
-look into the memory.
+Run ``python -m tutorials.digits`` (``--short`` for fewer images). The digits of scikit-learn arrive
+in five tasks, 0 and 1, then 2 and 3, and so on; each image is used once. Three models learn them:
+one by the paper's rule, without a memory; one that folds every image into its summary; and one that
+also keeps a tenth of the images in its memory. Then we look at the memory.
+
 Figures are saved as ``figures/digits-confusion.png`` and ``figures/digits-memory.png``.
 """
 
@@ -28,10 +28,12 @@ from tutorials.digits_figures import save_confusion, save_memory
 
 CLASSES, TASKS = 10, 5
 
-#: Once an image is certain to be "0 rather than 1", its own site hardly says "0 rather than 8":
-#: a certain choice has no curvature. When 8 comes, such sites let it have the zeros, too. So where
-#: classes are still to come, what we fold is a lower bound of the likelihood instead, which
-#: objects. The paper's rule leaves objecting to its memory.
+#: The *site* of an image, the Gaussian that replaces its likelihood, has the curvature of the
+#: likelihood as precision. If the image is certain to be "0 rather than 1", there is hardly any
+#: curvature, and the site says little about "0 rather than 8". A model that folds such sites takes
+#: zeros for eights as soon as eights arrive. So as long as some classes have not been observed,
+#: images are folded with the sites of a lower bound of the likelihood, which keep some precision.
+#: The paper's rule relies on its memory for this.
 WAYS: dict[str, dict[str, Any]] = {
     "paper, no memory": {"mode": "paper", "memory": MemoryOptions(policy="none")},
     "no memory": {"memory": MemoryOptions(policy="none")},
@@ -46,13 +48,13 @@ class Digits(NamedTuple):
     y: Tensor
 
     def of_task(self, task: int) -> Digits:
-        """The two classes that a task brings."""
+        """The images of the two classes of a task."""
         own = self.y.div(2, rounding_mode="floor") == task
         return Digits(self.X[own], self.y[own])
 
 
 def load(number: int) -> tuple[Digits, Digits]:
-    """``number`` images to learn from, and a fifth of all to test with."""
+    """Load ``number`` training images, and a fifth of all images as test images."""
     X, y = (torch.from_numpy(array).double() for array in load_digits(return_X_y=True))
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
     X, y = X[order] / 16, y[order]
@@ -61,10 +63,10 @@ def load(number: int) -> tuple[Digits, Digits]:
 
 
 def new_model(first: Tensor, m: int) -> SequentialGP:
-    """A model of ten classes that has seen nothing: one latent function each, one kernel for all.
+    """A model of ten classes without data: a latent function for each, and one kernel for all.
 
     Args:
-        first: The inputs that come first; their distances tell the lengthscale to begin with.
+        first: The first inputs, whose median distance is the lengthscale.
         m: The number of inducing points.
     """
     kernel = ScaleKernel(MaternKernel(nu=2.5)).double()
@@ -82,7 +84,7 @@ def new_model(first: Tensor, m: int) -> SequentialGP:
 
 @torch.no_grad()
 def confusion(model: SequentialGP, test: Digits) -> Tensor:
-    """``10 x 10``: of the images of one class (row), how many are taken for another (column)."""
+    """The confusion matrix ``10 x 10``: true classes in rows, predicted ones in columns."""
     guess = model.posterior(test.X, observation_noise=True).probabilities.argmax(-1)
     counts = torch.zeros(CLASSES, CLASSES, dtype=test.X.dtype)
     counts.index_put_((test.y.long(), guess), torch.ones_like(test.y), accumulate=True)
@@ -92,13 +94,13 @@ def confusion(model: SequentialGP, test: Digits) -> Tensor:
 def learn(
     train: Digits, test: Digits, way: dict[str, Any], m: int
 ) -> tuple[SequentialGP, list[Tensor]]:
-    """One task after the other, and what is confused with what after each."""
+    """Learn all tasks, and compute the confusion matrix after each."""
     model = new_model(train.of_task(0).X, m)
     matrices = []
     for task in progress_bar(range(TASKS), desc="tasks", leave=False):
         X, y = train.of_task(task)
         for x, label in zip(X.split(100), y.unsqueeze(-1).split(100), strict=True):
-            # The kernel stays as it is, here; inducing points become centres of clusters.
+            # The kernel is not learnt here; inducing points are centres of clusters.
             options = {"learn": False, "inducing": "cluster", "max_inducing": m, "site_steps": 14}
             model.update(x, label, **way, **options)
         seen = test.y < 2 * (task + 1)
@@ -121,11 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
         found[name] = matrices
         accuracy = [float(matrix.trace() / matrix.sum()) for matrix in matrices]
         print(f"{name:18}" + "".join(f"{value:8.3f}" for value in accuracy))
-    print(f"\nWhat is taken for what is in {save_confusion(found)}.")
+    print(f"\nThe confusion matrices are in {save_confusion(found)}.")
 
-    # What the last model remembers: as many of each class, drawn by leverage. The leverage of an
-    # image is how much its label moves the posterior at the image itself: little for the hundredth
-    # zero like all others, much for one that is hard to tell, or unlike anything seen so far.
+    # The memory of the last model: the same number of each class, sampled by leverage. The leverage
+    # of an image is how much its label changes the posterior at the image itself: little for the
+    # hundredth typical zero, much for an image that is ambiguous or unlike all others.
     remembered = model.memory
     _, counts = remembered.targets.unique(return_counts=True)
     print(f"\nremembered: {len(remembered.targets)} of {len(train.y)}, by class {counts.tolist()}")
@@ -140,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"of lowest leverage, {float(own[order[-fifth:]].mean()):.3f} in that of highest"
     )
     path = save_memory(remembered.inputs, remembered.targets, train.X, train.y, leverage)
-    print(f"The memory, and the most and the least odd of each class, are in {path}.")
+    print(f"The memory, and the images of lowest and highest leverage, are in {path}.")
 
 
 if __name__ == "__main__":

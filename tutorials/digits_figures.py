@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def save_confusion(found: dict[str, list[Tensor]]) -> Path:
-    """A row of confusion matrices for each way of learning, one for each task.
+    """Draw confusion matrices: a row for each model, a column for each task.
 
     Args:
         found: ``10 x 10`` counts, after each task.
@@ -27,30 +27,30 @@ def save_confusion(found: dict[str, list[Tensor]]) -> Path:
             panel.set_title(f"after {2 * task} and {2 * task + 1}: {accuracy:.1%}", fontsize=10)
             panel.set_xticks(range(10))
             panel.set_yticks(range(10))
-        row[0].set_ylabel(f"{name}\nwhat it is")
+        row[0].set_ylabel(f"{name}\ntrue class")
     for panel in axes[-1]:
-        panel.set_xlabel("what it is taken for")
+        panel.set_xlabel("predicted class")
     return _save(figure, "digits-confusion")
 
 
 def save_memory(
     kept: Tensor, kept_labels: Tensor, X: Tensor, y: Tensor, leverage: Tensor, shown: int = 10
 ) -> Path:
-    """What is remembered of each class, and the images of lowest and of highest leverage.
+    """Draw the memory, and the images of lowest and highest leverage of each class.
 
     Args:
-        kept: Remembered images, ``k x 64``.
+        kept: Images in memory, ``k x 64``.
         kept_labels: Their classes.
         X: All images, ``n x 64``.
         y: Their classes.
         leverage: Their leverage.
-        shown: How many images of each class and kind.
+        shown: The number of images of each class and kind.
     """
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = figure.subplots(1, 3)
     own = [(X[y == k], leverage[y == k].argsort()) for k in range(10)]
     rows = {
-        "remembered": [kept[kept_labels == k][:shown] for k in range(10)],
+        "memory": [kept[kept_labels == k][:shown] for k in range(10)],
         "lowest leverage": [images[order[:shown]] for images, order in own],
         "highest leverage": [images[order.flip(0)[:shown]] for images, order in own],
     }
@@ -62,7 +62,7 @@ def save_memory(
 
 
 def _row(images: Tensor, number: int) -> np.ndarray:
-    """Up to ``number`` images side by side, and nothing where there are fewer."""
+    """Up to ``number`` images side by side, padded with blank ones."""
     blank = torch.zeros(number - len(images), images.shape[-1], dtype=images.dtype)
     return np.hstack([np.pad(image.reshape(8, 8), 1) for image in torch.cat([images, blank])])
 

@@ -1,10 +1,11 @@
-"""Optimising where evaluations fail: what is learnt of failures, and what it is worth.
+"""Optimising a function whose evaluations can fail, by learning where they fail.
 
-Run ``python -m tutorials.failures`` (``--short`` for fewer batches). A function in the plane has
-its best valid point at the edge of a region in which every evaluation fails and says nothing else;
-its overall best is inside. Batches of four are proposed by expected improvement times probability
-of validity. Two other ways get as many evaluations: to leave failures out, and to give them the
-worst value that has been seen. The figure is saved as ``figures/failures.png``.
+Run ``python -m tutorials.failures`` (``--short`` for fewer batches). All evaluations of a function
+of two inputs fail in a certain region, and return no value there. The maximum of the function is
+inside of that region, and the best valid point is at its edge. Batches of four points are proposed
+by expected improvement times probability of validity. This is compared with two other strategies:
+to ignore failures, and to give them the worst value so far. The figure is saved as
+``figures/failures.png``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 WAYS = {
     "learnt": "failures are learnt",
     "penalised": "failures get the worst value",
-    "left out": "failures are left out",
+    "left out": "failures are ignored",
 }
 
 
@@ -49,7 +50,7 @@ def value(X: Tensor) -> Tensor:
 
 
 def works(X: Tensor) -> Tensor:
-    """Where evaluations do not fail: outside of a bent band through the higher hill."""
+    """Whether evaluations are valid: outside of a curved band through the higher hill."""
     x, y = X[..., 0], X[..., 1]
     return (y - 0.62 - 0.3 * torch.sin(5 * (x - 0.68))).abs() > 0.11
 
@@ -67,7 +68,7 @@ def best_there_is() -> float:
 
 
 def optimise(way: str, seed: int, plan: Plan) -> tuple[BatchOptimizer, Tensor]:
-    """One run: the optimiser at its end, and all points in the order of evaluation."""
+    """Run an optimisation; return the optimiser and all points in the order of evaluation."""
     optimizer = BatchOptimizer(
         BOUNDS, num_initial=INITIAL, seed=seed, num_restarts=4, raw_samples=128
     )
@@ -88,7 +89,7 @@ def optimise(way: str, seed: int, plan: Plan) -> tuple[BatchOptimizer, Tensor]:
 
 
 def regret(asked: Tensor, best: float) -> Tensor:
-    """By how much the best valid value so far falls short, after each evaluation."""
+    """The regret of the best valid value so far, after each evaluation."""
     Y, valid = evaluate(asked)
     return best - torch.where(valid, Y, -torch.inf).cummax(0).values
 
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = common.parser(__doc__).parse_args(arguments)
     common.begin(given)
     plan = SHORT if given.short else FULL
-    warnings.simplefilter("ignore", RuntimeWarning)  # line searches of BoTorch that end early
+    warnings.simplefilter("ignore", RuntimeWarning)  # BoTorch's line searches that end early
     best = best_there_is()
     runs: dict[str, list[tuple[BatchOptimizer, Tensor]]] = {}
     print(f"best valid value {best:.4f}\n\nway        regret at the end (seeds)   failed")

@@ -22,12 +22,12 @@ COLOURS = {"learnt": "#12355b", "penalised": "#f05d23", "left out": "#8a8a8a"}
 def draw(
     runs: dict[str, list[tuple[BatchOptimizer, Tensor]]], best: float, batch_size: int
 ) -> Path:
-    """The problem, what was learnt of it, where each way has looked, and regret.
+    """Draw the problem, what was learnt, the points of each strategy, and the regret.
 
     Args:
-        runs: For each way, of each seed the optimiser and all points in order.
+        runs: For each strategy and seed, the optimiser and all points in order.
         best: The best valid value.
-        batch_size: How many points there are in a batch.
+        batch_size: The number of points in a batch.
     """
     from tutorials.failures import INITIAL, WAYS, regret, value, works
 
@@ -72,7 +72,7 @@ def draw(
         axis.scatter(*X.T, s=65, edgecolors="white", label=f"batch {k}", zorder=3, clip_on=False)
     axis.plot(*peak, "*", color="white", markeredgecolor="black", markersize=17, zorder=4)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
-    axis.set_title("points of a batch keep apart, by fantasies")
+    axis.set_title("points of a batch are apart, by fantasies")
 
     for axis, way in zip(axes[1, :2], ("penalised", "left out"), strict=True):
         _, points = runs[way][0]
@@ -101,7 +101,7 @@ def draw(
 
 
 def _points(axis: Axes, X: Tensor, valid: Tensor) -> None:
-    """Circles for what was valid, crosses for what failed."""
+    """Draw circles for valid points, crosses for failed ones."""
     good, bad = X[valid], X[~valid]
     style = {"zorder": 3, "clip_on": False}
     axis.scatter(*good.T, s=34, color="#1b7f3b", edgecolors="white", **style)

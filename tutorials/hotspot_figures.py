@@ -23,7 +23,7 @@ PREVALENCE = {"cmap": "viridis", "norm": LogNorm(0.005, 1.0)}
 
 
 def first_map(country: Country, state: State, threshold: float) -> Path:
-    """What is known from the first surveys, how surely, and what that means for hotspots."""
+    """Predictions after the first surveys: prevalence, standard deviation, hotspots."""
     figure = Figure(figsize=(15, 4.8), layout="constrained")
     panels = figure.subplots(1, 3)
     titles = ("expected prevalence", "its standard deviation", f"P(prevalence > {threshold:.0%})")
@@ -43,7 +43,7 @@ def first_map(country: Country, state: State, threshold: float) -> Path:
 
 
 def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> Path:
-    """The scores of all villages, the best batch, and what makes for a high score."""
+    """The scores of all villages, the best batch, and the reasons for a high score."""
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     open_ = score.isfinite()
@@ -54,7 +54,7 @@ def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> P
     left.scatter(place[:, 0], place[:, 1], s=170, marker="*", c=CHOSEN, edgecolors="w", zorder=4)
     for rank, (x, y) in enumerate(place[:, :2].tolist(), 1):
         left.annotate(f"{rank}", (x, y), (5, 5), textcoords="offset points", weight="bold")
-    left.set_title("how much a survey is expected to teach, and the best batch (stars)")
+    left.set_title("expected reduction of uncertainty, and the best batch (stars)")
     figure.colorbar(drawn, ax=left, shrink=0.85, label="expected relative reduction of uncertainty")
     right.scatter(
         state.hotspot[index], state.spread[index], c=score[index], s=14, cmap="viridis", lw=0
@@ -63,7 +63,7 @@ def next_map(country: Country, state: State, score: Tensor, chosen: Tensor) -> P
         *(state.hotspot[chosen], state.spread[chosen]), s=170, marker="*", c=CHOSEN, edgecolors="w"
     )
     right.set(
-        title="why there: undecided, spread out, and typical of many others",
+        title="high scores: undecided, uncertain, and similar to many others",
         xlabel="probability of being a hotspot",
         ylabel="standard deviation of prevalence",
     )
@@ -102,14 +102,14 @@ def curves(results: dict[str, dict[str, list[float]]]) -> Path:
 
 
 def memory_map(country: Country, state: State, X: Tensor, model: SequentialGP) -> Path:
-    """Which surveys the model holds as they are, by leverage, and which it has summarised."""
+    """The surveys in memory, by leverage, and those in the summary."""
     figure = Figure(figsize=(7.4, 5.4), layout="constrained")
     axes = figure.subplots()
     memory = model.memory
     axes.scatter(country.inputs[:, 0], country.inputs[:, 1], s=3, c="0.65", lw=0)
     place = country.inputs[state.surveyed]
     axes.scatter(
-        *(place[:, 0], place[:, 1]), s=14, c="w", edgecolors="0.4", lw=0.7, label="summarised"
+        *(place[:, 0], place[:, 1]), s=14, c="w", edgecolors="0.4", lw=0.7, label="in the summary"
     )
     same = torch.cdist(memory.inputs, X[state.surveyed]).argmin(-1)
     kept = country.inputs[state.surveyed[same]]
@@ -122,9 +122,9 @@ def memory_map(country: Country, state: State, X: Tensor, model: SequentialGP) -
         vmax=1,
         lw=0,
         alpha=0.9,
-        label="remembered",
+        label="in memory",
     )
-    figure.colorbar(drawn, ax=axes, shrink=0.85, label="leverage: how much a survey matters")
+    figure.colorbar(drawn, ax=axes, shrink=0.85, label="leverage: influence on the posterior")
     axes.legend(frameon=True, framealpha=0.9, loc="upper right", fontsize=9)
     _bare(axes)
     axes.set_title(f"the memory: {len(kept)} of {len(state.surveyed)} surveys")
@@ -137,7 +137,7 @@ def summary(
     results: dict[str, dict[str, list[float]]],
     threshold: float,
 ) -> Path:
-    """One figure for the whole story: before, after, the truth, and two curves."""
+    """An overview: before, after, the truth, and two curves."""
     figure = Figure(figsize=(15, 7.6), layout="constrained")
     grid = figure.subplot_mosaic("AABBCC;DDDEEE", height_ratios=[1.25, 1])
     first = len(states[0].surveyed)
@@ -168,7 +168,7 @@ def _stages(last: int) -> list[int]:
 def _villages(
     axes: Axes, country: Country, value: Tensor, index: Tensor | None = None, **style: Any
 ) -> Any:
-    """All villages, coloured by a value; the highest on top."""
+    """Draw all villages, coloured by a value, with the highest on top."""
     index = torch.arange(len(value)) if index is None else index
     order = index[value[index].argsort()]
     place = country.inputs[order]
@@ -179,7 +179,7 @@ def _villages(
 def _surveyed(
     axes: Axes, country: Country, index: Tensor, colour: str = "black", size: float = 22
 ) -> None:
-    """Rings around surveyed villages."""
+    """Draw rings around surveyed villages."""
     place = country.inputs[index]
     axes.scatter(
         *(place[:, 0], place[:, 1]), s=size, facecolors="none", edgecolors=colour, lw=0.8, zorder=3
@@ -196,6 +196,6 @@ def _curve(axes: Axes, results: dict[str, dict[str, list[float]]], key: str) -> 
 
 
 def _bare(axes: Axes) -> None:
-    """A map: no ticks, and a ground on which white can be seen."""
+    """Style axes as a map: no ticks, and a grey background."""
     axes.set(xticks=[], yticks=[], aspect="equal", facecolor="0.86")
     axes.spines[:].set_visible(False)

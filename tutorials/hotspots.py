@@ -3,18 +3,19 @@
 Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``, ``--tiny`` is shorter still. No
 knowledge of Gaussian processes is needed.
 
-A country has 1,500 villages. Of each we know where it is, how warm and wet it is there, how high,
-how far from water. What we want to know is where more than one person in ten carries a parasite
-that is passed on in fresh water. To find out, a team drives to a village and tests 100 people,
-which takes a day. After 100 villages there is money for 100 more. Which?
+A country has 1,500 villages. For each of them we know its position, temperature, rainfall,
+elevation and distance to water. We want to know where more than one person in ten carries a
+parasite that is transmitted in fresh water. To find out, a team drives to a village and tests 100
+people, which takes a day. After surveys in 100 villages there is money for 100 more. Which villages
+should they be?
 
-The answer here: a model that predicts the prevalence everywhere *and knows how sure it is*, and a
-score for each village: by how much a survey there would reduce what we do not know, about that
-village and about all that resemble it.
+The answer has two parts: a model that predicts the prevalence in all villages *and how certain each
+prediction is*, and a score for each village: how much a survey there is expected to reduce the
+uncertainty about that village and all similar ones.
 
 Figures are saved in ``figures/``. With the data of Cote d'Ivoire (Andrade-Pacheco et al., 2020) in
-``$SEQGP_DATA/hotspots/civ_data.csv`` the country is a real one; otherwise it is made up, villages,
-rivers, disease and all, by `seqgp.simulated_survey.make_country`.
+``$SEQGP_DATA/hotspots/civ_data.csv`` the country is a real one. Otherwise it is simulated by
+`seqgp.simulated_survey.make_country`.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from tutorials import hotspot_figures as figures
 
 TESTS = 100  # people tested in a village
 THRESHOLD = 0.1  # a hotspot: more than one in ten
-#: What a survey should tell us more about: which villages are hotspots, and the prevalence.
+#: What a survey should reduce: the uncertainty about hotspots, and about the prevalence.
 CRITERION = ("misclassification", "variance")
 
 
 class Plan(NamedTuple):
     """How large the example is."""
 
-    villages: int  # of the made country
-    initial: int  # surveys that have been made
-    steps: int  # surveys to come
+    villages: int  # in the simulated country
+    initial: int  # surveys before the first step
+    steps: int  # further surveys
     memory: int  # surveys that the model keeps as they are
 
 
@@ -56,7 +57,7 @@ FULL, SHORT, TINY = Plan(1500, 100, 100, 150), Plan(600, 50, 50, 80), Plan(150, 
 
 
 class State(NamedTuple):
-    """What is known at some point: the surveys, and what the model says about all villages."""
+    """What is known at a step: the surveys, and the predictions for all villages."""
 
     surveyed: Tensor  # indices of villages, in the order of the surveys
     estimate: Tensor  # expected prevalence
@@ -69,12 +70,14 @@ class State(NamedTuple):
 
 
 def open_country(plan: Plan, made: bool) -> Country:
-    """The real one if it is there, else a made one."""
+    """The real country if its data are available, otherwise a simulated one."""
     if not made:
         try:
             return read_country(find("hotspots/civ_data.csv"))
         except FileNotFoundError:
-            print("The data of Cote d'Ivoire are not here (set SEQGP_DATA): a made country.")
+            print(
+                "The data of Cote d'Ivoire were not found (set SEQGP_DATA): simulating a country."
+            )
     return make_country(plan.villages)
 
 
@@ -86,14 +89,14 @@ def first_model(X: Tensor, counts: Tensor) -> SequentialGP:
     """A model of prevalence, learnt from the first surveys.
 
     A Gaussian process is a distribution over functions, here of the log odds of carrying the
-    parasite. The *kernel* says how alike two villages are: the closer in place, warmth, rainfall
-    and so on, the more alike. How much each of these matters, its *lengthscale*, is learnt. The
-    *likelihood* says how counts come about: 100 tests, each positive with the village's own
-    probability, which scatters around the function, since no two villages are the same. Without
-    that scatter (a plain binomial likelihood) the model would try to explain it, and would take
-    noise for knowledge.
+    parasite. The *kernel* says how similar two villages are: the closer their positions,
+    temperatures, rainfall and so on, the more similar. How much each of these matters, its
+    *lengthscale*, is learnt. The *likelihood* says how counts arise: 100 tests, each positive with
+    the prevalence of the village. This prevalence varies around the function, since no two villages
+    are the same. Without that variation (with a plain binomial likelihood) the model would mistake
+    it for an effect of the covariates.
     """
-    lengthscales = GammaPrior(3.0, 6.0)  # about half the range of each covariate, give or take
+    lengthscales = GammaPrior(3.0, 6.0)  # around half the range of each covariate
     kernel = ScaleKernel(
         MaternKernel(nu=1.5, ard_num_dims=X.shape[-1], lengthscale_prior=lengthscales),
         outputscale_prior=GammaPrior(2.0, 0.15),
@@ -103,7 +106,7 @@ def first_model(X: Tensor, counts: Tensor) -> SequentialGP:
         counts.unsqueeze(-1),
         likelihood=OverdispersedBinomialLikelihood(TESTS),
         covar_module=kernel,
-        inducing_points=len(X),  # one for each survey: as exact as it gets
+        inducing_points=len(X),  # one for each survey
     )
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
     return model
@@ -111,10 +114,10 @@ def first_model(X: Tensor, counts: Tensor) -> SequentialGP:
 
 @torch.no_grad()
 def look(model: SequentialGP, X: Tensor, surveyed: Tensor) -> State:
-    """What the model says about every village.
+    """Predictions for all villages.
 
-    The *expected* prevalence is not the prevalence at the expected log odds: where little is known
-    a village may well have a lot of the disease, and that counts.
+    The *expected* prevalence is not the prevalence at the expected log odds: where little is known,
+    a high prevalence is possible, and this increases the expectation.
     """
     f = model(X)
     estimate, variance = prevalence(model.likelihood, f.mean, f.variance)
@@ -123,7 +126,7 @@ def look(model: SequentialGP, X: Tensor, surveyed: Tensor) -> State:
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. Where to go next
+# 3. Which village to survey next
 
 
 def next_village(
@@ -131,10 +134,10 @@ def next_village(
 ) -> tuple[Tensor, ...]:
     """The best village, or the best ``q`` for one trip, and the scores of all.
 
-    For each candidate, 16 possible results of a survey are imagined, and for each of them what the
-    model would then say about all villages that are left. The score is how much uncertainty would
-    vanish on average. A batch is not simply the ``q`` highest scores, which may all be neighbours:
-    each is chosen as if the results of those before it were known.
+    For each candidate, 16 possible results of a survey are imagined, and the predictions for all
+    remaining villages are computed given each result. The score is the average reduction of
+    uncertainty. A batch is not simply the ``q`` highest scores, which may all be neighbours: each
+    village is chosen as if the results of the previous ones were known.
     """
     return select_from_pool(
         model, X, q, criterion=CRITERION, threshold=THRESHOLD, surveyed=surveyed
@@ -148,11 +151,11 @@ def next_village(
 def learn(
     country: Country, X: Tensor, first: Tensor, plan: Plan, active: bool
 ) -> tuple[list[State], SequentialGP, float]:
-    """All surveys one after the other; the states after each, and the seconds of one step.
+    """Do all surveys, and return the states after each, the model and the seconds per step.
 
-    `update` learns one more survey. The model is not fitted again from the start: it keeps what it
-    knows, at most ``plan.memory`` surveys as they are and a summary of all others, and goes on from
-    its present hyperparameters, at every fifth survey.
+    `update` learns from one more survey. The model is not fitted from scratch: it keeps at most
+    ``plan.memory`` surveys as they are (the memory), and a summary of all others. Every fifth
+    survey it also learns hyperparameters, starting from the present ones.
     """
     model = first_model(X[first], country.survey(first, TESTS))
     surveyed, states = first, [look(model, X, first)]
@@ -187,10 +190,10 @@ def learn(
 
 
 def scores(country: Country, states: list[State]) -> dict[str, list[float]]:
-    """Against the truth, in the villages that have not been surveyed, after each survey.
+    """Compare predictions with the truth, in villages that have not been surveyed.
 
-    Accuracy: how many villages are rightly called a hotspot or not. Sensitivity: how many of the
-    hotspots are found. MSE: mean square error of the prevalence.
+    Accuracy: the share of villages that are correctly classified. Sensitivity: the share of
+    hotspots that are found. MSE: mean square error of the prevalence.
     """
     result: dict[str, list[float]] = {"accuracy": [], "sensitivity": [], "MSE": []}
     for state in states:
@@ -205,7 +208,7 @@ def scores(country: Country, states: list[State]) -> dict[str, list[float]]:
 
 
 def print_table(chosen: dict[str, list[float]], random: dict[str, list[float]]) -> None:
-    """Every now and then, both ways beside each other."""
+    """Print the scores of both strategies at several steps."""
     last = len(chosen["MSE"]) - 1
     print("\nsurveys   accuracy          sensitivity       MSE")
     print("          chosen   random   chosen   random   chosen   random")
@@ -215,10 +218,12 @@ def print_table(chosen: dict[str, list[float]], random: dict[str, list[float]]) 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """From the first map to the last."""
+    """Run the example."""
     cli = common.parser(__doc__)
     cli.add_argument("--tiny", action="store_true", help="a handful of villages, as in the tests")
-    cli.add_argument("--made", action="store_true", help="the made country, even if data are here")
+    cli.add_argument(
+        "--made", action="store_true", help="simulate the country, even if data are available"
+    )
     given = cli.parse_args(arguments)
     common.begin(given)
     plan = TINY if given.tiny else SHORT if given.short else FULL
@@ -229,11 +234,11 @@ def main(arguments: list[str] | None = None) -> None:
     X = country.scaled(first)  # all covariates about 0 to 1
     hot = (country.prevalence > THRESHOLD).double().mean()
     print(
-        f"{len(X)} villages, {len(first)} of them surveyed; in {hot:.0%} prevalence is above "
-        f"{THRESHOLD:.0%}, which we do not know."
+        f"{len(X)} villages, {len(first)} of them surveyed. In {hot:.0%} of all villages the "
+        f"prevalence is above {THRESHOLD:.0%}, but we do not know in which."
     )
 
-    # What does the model know from the first surveys, and where would it go?
+    # The predictions after the first surveys, and the villages to survey next.
     model = first_model(X[first], country.survey(first, TESTS))
     start = look(model, X, first)
     chosen, all_scores = next_village(model, X, first, q=3 if given.tiny else 5)
@@ -243,17 +248,17 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     best = int(chosen[0])
     print(
-        f"The first to visit: villages {chosen.tolist()}. Village {best} has an expected "
-        f"prevalence of {start.estimate[best]:.0%}, give or take {start.spread[best]:.0%}; it is a "
-        f"hotspot with probability {start.hotspot[best]:.2f}."
+        f"The first batch: villages {chosen.tolist()}. Village {best} has an expected prevalence "
+        f"of {start.estimate[best]:.0%} with a standard deviation of {start.spread[best]:.0%}, and "
+        f"is a hotspot with probability {start.hotspot[best]:.2f}."
     )
 
-    # The surveys, chosen and, for comparison, at random.
+    # Surveys in villages chosen by score and, for comparison, at random.
     ways = {name: learn(country, X, first, plan, name == "chosen") for name in ("chosen", "random")}
     results = {name: scores(country, states) for name, (states, _, _) in ways.items()}
     print_table(results["chosen"], results["random"])
     states, model, seconds = ways["chosen"]
-    print(f"\nA step, scores of all villages and update, took {seconds:.2f} s.")
+    print(f"\nA step (the scores of all villages, and an update) took {seconds:.2f} s.")
     paths += [
         figures.maps(country, states, THRESHOLD),
         figures.curves(results),
@@ -262,8 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     memory = model.memory
     print(
-        f"The model holds {len(memory.inputs)} of {len(states[-1].surveyed)} surveys as they are, "
-        "those that say most about the rest, and a summary of the others."
+        f"The memory holds {len(memory.inputs)} of {len(states[-1].surveyed)} surveys, mostly "
+        "those with high leverage. The summary holds the others."
     )
     print("Figures: " + ", ".join(str(path) for path in paths))
 

@@ -20,8 +20,8 @@ class StreamFigure:
     """Two streams: the posterior after some of the batches, and the test NLPD after all.
 
     Args:
-        batches: How many batches there are.
-        size: How many points are in each.
+        batches: The number of batches.
+        size: The number of points in a batch.
     """
 
     def __init__(self, batches: int, size: int) -> None:
@@ -36,7 +36,7 @@ class StreamFigure:
 
     @torch.no_grad()
     def add_labels(self, data: Stream, now: Comparison) -> None:
-        """The probability of a 1 in the plane, and where the two models put it at one half."""
+        """Draw the probability of a 1, and the decision boundaries of both models."""
         axes = self._panel(0, data, now)
         if axes is None:
             return
@@ -59,7 +59,7 @@ class StreamFigure:
 
     @torch.no_grad()
     def add_counts(self, data: Stream, now: Comparison, rate: Callable[[Tensor], Tensor]) -> None:
-        """The rate in time with its 95 % band, as the two models see it, and the true one."""
+        """Draw the rates of both models with a 95 % band, and the true rate."""
         axes = self._panel(1, data, now)
         if axes is None:
             return
@@ -83,13 +83,13 @@ class StreamFigure:
             axes.legend(frameon=False, loc="upper right", fontsize=9)
 
     def _panel(self, row: int, data: Stream, now: Comparison) -> Axes | None:
-        """Where to draw the posterior after this batch, if it is one of those that are shown."""
+        """The axes for the posterior after this batch, ``None`` if it is not shown."""
         self.nlpd[row].append(now.nlpd)
         if now.batch == self.batches:
             axes, batch = self.axes[row, 3], range(1, self.batches + 1)
             stream, refit = zip(*self.nlpd[row], strict=True)
             axes.plot(
-                batch, stream, color=STREAM, linewidth=3, label="stream: each batch seen once"
+                batch, stream, color=STREAM, linewidth=3, label="stream: each batch used once"
             )
             axes.plot(batch, refit, "o--", color=REFIT, linewidth=1.6, label="refit on all so far")
             axes.set(title=f"{data.name}: test NLPD", xlabel="batch")
@@ -103,7 +103,7 @@ class StreamFigure:
         return axes
 
     def _points(self, axes: Axes, data: Stream, batch: int, c: Any, **style: Any) -> None:
-        """What has been seen: small if it is of an earlier batch, large if of this one."""
+        """Draw the data so far: small points for earlier batches, large ones for this one."""
         old, new = slice((batch - 1) * self.size), slice((batch - 1) * self.size, batch * self.size)
         across, up = (data.x[:, 0], data.y) if data.x.shape[-1] == 1 else data.x.T
         axes.scatter(across[old], up[old], c=c[old], s=5, alpha=0.6, linewidths=0, **style)

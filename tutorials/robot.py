@@ -1,13 +1,13 @@
-"""A map that grows: a robot measures a magnetic field while it drives through rooms it never saw.
+"""A map that grows: a robot measures a magnetic field while it drives through unknown rooms.
 
-Run ``python -m tutorials.robot`` (``--short`` for a shorter drive). Steel in walls and floor bends
-the magnetic field of the earth, and a map of its strength tells a robot where it is. It cannot
-wait until it has seen the whole building, and cannot keep everything that it has measured: after
-each stretch of its way the map has to be up to date, at a cost that does not grow.
+Run ``python -m tutorials.robot`` (``--short`` for a shorter drive). Steel in walls and floors
+disturbs the magnetic field of the earth, and a robot can use a map of the field to find its
+position. It cannot wait until it has visited the whole building, and it cannot store all
+measurements. The map has to be updated after each stretch of the drive, at a constant cost.
 
-What to look for: inducing points (+) follow the robot into new rooms, the map of the first room
-stays good although its data are long gone, and a few remembered points (white) keep it so.
-Figures are saved in ``figures/``.
+What to look for: inducing points (+) follow the robot into new rooms. The map of the first room
+stays accurate although most of its data have been discarded, thanks to a few points in memory
+(white) and the summary of all others. Figures are saved in ``figures/``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from seqgp.streaming.update import UpdateRecord
 from tutorials import common
 
 UNIT = 10.0  # microtesla: about what steel adds to the field of the earth, which is 50
-NOISE = 0.1  # of the magnetometer, in those units
+NOISE = 0.1  # of the magnetometer, in these units
 ROOMS = 3  # one after the other, from left to right, each 4 m x 4 m
 
 
 class Drive(NamedTuple):
-    """What the robot measures, in the order of its way."""
+    """The measurements of the robot, in order."""
 
     X: Tensor  # n x 2, metres
     Y: Tensor  # n x 1, tens of microtesla above the undisturbed field: numbers of order one
 
 
 def field(X: Tensor) -> Tensor:
-    """What steel here and there adds to the field, ``n x 1``, in units of 10 microtesla."""
+    """The disturbance of the field by steel, ``n x 1``, in units of 10 microtesla."""
     generator = torch.Generator().manual_seed(7)
     number = 9 * ROOMS
     place = torch.rand(number, 2, generator=generator) * torch.tensor([4.0 * ROOMS, 4.0])
@@ -60,7 +60,7 @@ def drive(measurements: int) -> Drive:
 
 
 def first_model(first: Drive) -> seqgp.SequentialGP:
-    """A model of the first stretch; it does not need to know how large the building is."""
+    """A model of the first stretch. The size of the building need not be known."""
     return seqgp.SequentialGP(
         first.X, first.Y, covar_module=ScaleKernel(MaternKernel(nu=2.5)), inducing_points=40
     )
@@ -75,7 +75,7 @@ def error(model: seqgp.SequentialGP, room: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Drive, learn, and look at the map every now and then."""
+    """Drive, learn, and draw the map at three stages."""
     given = common.parser(__doc__).parse_args(arguments)
     common.begin(given)
     stretches, size = (6, 40) if given.short else (18, 100)
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("stretch   seen  memory  inducing  ms update   error in room 1, 2, 3 (microtesla)")
     for k, (X, Y) in enumerate(progress_bar(parts[1:], desc="drive", leave=False), 2):
         start = time.perf_counter()
-        # All there is to it: the next stretch is learnt, and most of it forgotten.
+        # Learn the next stretch, and discard most of its data.
         record = model.update(X, Y, memory=MemoryOptions(capacity=60), max_inducing=most)
         records.append(record)
         milliseconds = 1e3 * (time.perf_counter() - start)
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
                 panel.plot(*way.X[: k * size].T.numpy(), color="white", lw=0.5, alpha=0.7)
                 panel.set(aspect="equal", xlabel="", ylabel="")
             row[0].set_title(f"the map after stretch {k} of {stretches}, {UNIT:g} microtesla")
-            row[1].set_title("how unsure it is")
+            row[1].set_title("standard deviation")
     paths = [common.save(figure, "robot")]
     history, axes = common.new_figure(3, 1, (8, 8), sharex=True)
     seqgp.plots.history(records, axes)

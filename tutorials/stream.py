@@ -1,8 +1,8 @@
 """Learning from a stream: labels in the plane and counts in time, one batch after another.
 
 Run ``python -m tutorials.stream`` (``--short`` for fewer data). Both streams arrive from left to
-right, the hardest order for a model that never sees old data again. After each batch the streaming
-model is compared with one that is fitted from scratch to everything seen so far. The figure is
+right, which is the hardest order for a model that uses each batch only once. After each batch it is
+compared with a model that is fitted from scratch to all data so far. The figure is
 saved as ``figures/stream.png``.
 """
 
@@ -24,7 +24,7 @@ from tutorials.plotting import StreamFigure
 
 
 class GP(gpytorch.models.ApproximateGP):
-    """An ordinary GPyTorch model: only the variational strategy is new."""
+    """An ordinary GPyTorch model, with another variational strategy."""
 
     def __init__(self, inducing_points: Tensor, mean: float) -> None:
         super().__init__(DualVariationalStrategy(self, inducing_points))
@@ -38,7 +38,7 @@ class GP(gpytorch.models.ApproximateGP):
 
 
 class Stream(NamedTuple):
-    """Data in the order in which they arrive, test data, and what to learn with."""
+    """Data in the order of arrival, test data, and the options of the model."""
 
     name: str
     x: Tensor
@@ -52,7 +52,7 @@ class Stream(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two models after a batch: one has seen it and forgotten it, one is fitted to all so far."""
+    """Two models after a batch: one learnt from the stream, one fitted to all data so far."""
 
     batch: int
     stream: GP
@@ -76,7 +76,7 @@ def labels(batches: int, size: int) -> Stream:
 
 
 def rate(t: Tensor) -> Tensor:
-    """The rate at which the counted events happen."""
+    """The rate of the events."""
     return 4 + 3 * torch.sin(1.3 * t) + 6 * torch.exp(-((t - 6.5) ** 2) / 0.3)
 
 
@@ -93,20 +93,20 @@ def counts(batches: int, size: int) -> Stream:
 
 
 def learn(data: Stream) -> Iterator[Comparison]:
-    """Show a stream to a model, batch by batch."""
+    """Learn from a stream, batch by batch."""
     print(f"\n{data.name}\nbatch   seen  steps  ms update  ms refit  NLPD stream  NLPD refit")
     stream, size = GP(data.inducing_points, data.mean).eval(), len(data.x) // data.batches
     for batch in progress_bar(range(1, data.batches + 1), desc=data.name, leave=False):
         new, seen = slice((batch - 1) * size, batch * size), slice(batch * size)
         start = time.perf_counter()
 
-        # Only the new batch is at hand; add=True puts it on top of what is known.
+        # Uses the new batch only; add=True adds it to what has been learnt.
         info = stream.variational_strategy.converge(
             data.x[new], data.y[new], data.likelihood, add=True
         )
         middle = time.perf_counter()
 
-        # For comparison: a new model, with all data so far at hand.
+        # For comparison: a new model that uses all data so far.
         refit = GP(data.inducing_points, data.mean).eval()
         refit.variational_strategy.converge(data.x[seen], data.y[seen], data.likelihood)
         end = time.perf_counter()

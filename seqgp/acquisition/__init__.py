@@ -1,27 +1,27 @@
-"""Acquisition functions."""
+"""Acquisition functions, beyond those of BoTorch.
 
-from seqgp.acquisition.fantasy_batch import (
-    Fantasies,
-    FantasyBatch,
-    fantasy_batch,
-    fantasy_outcome,
-    valid_improvement,
-)
+* `fantasy_batch`: batches from fantasies, for any acquisition function;
+* `validity`, `valid_expected_improvement`: expected improvement where evaluations can fail;
+* `uncertainty_reduction`, `pool_selection`: active learning, by the expected reduction of an
+  uncertainty;
+* `integrated_variance`: active learning, by the posterior variance;
+* `mixed_space`: inputs with levels, and linear constraints.
+"""
+
+from seqgp.acquisition.fantasies import Fantasies, fantasy_outcome
+from seqgp.acquisition.fantasy_batch import FantasyBatch, fantasy_batch, valid_improvement
 from seqgp.acquisition.integrated_variance import qNegIntegratedPosteriorVariance
+from seqgp.acquisition.pool_selection import Selection, select_from_pool
 from seqgp.acquisition.uncertainty import exceedance, prevalence
 from seqgp.acquisition.uncertainty_reduction import (
-    Selection,
     expected_reduction,
     qExpectedUncertaintyReduction,
-    select_from_pool,
 )
-from seqgp.acquisition.validity import (
+from seqgp.acquisition.valid_expected_improvement import (
     LogValidExpectedImprovement,
-    NoValidObservationWarning,
-    best_valid,
-    log_validity,
     qLogValidExpectedImprovement,
 )
+from seqgp.acquisition.validity import NoValidObservationWarning, best_valid, log_validity
 
 __all__ = [
     "Fantasies",

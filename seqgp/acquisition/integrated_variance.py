@@ -1,4 +1,4 @@
-"""Acquisition functions for active learning."""
+"""The integrated posterior variance after an observation, for active learning."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class qNegIntegratedPosteriorVariance(_BoTorchNegIntegratedPosteriorVariance):
     r"""Integrated negative posterior variance for any likelihood.
 
     BoTorch's class of this name conditions on one dummy observation, because with a Gaussian
-    likelihood the variance does not depend on what is observed. With any other likelihood it does
-    (a surprising label teaches more than an expected one), and the expectation is over
+    likelihood the variance does not depend on the observation. With any other likelihood it does (a
+    surprising label is more informative than an expected one), and this takes the expectation over
     observations:
 
     .. math::
         -E_{y | X} \int \operatorname{Var}[f(x) | D, (X, y)] \, dx
 
     Args:
-        model: A model that can be fantasised.
+        model: A model with a `fantasize` method.
         mc_points: ``batch_shape x N x d`` points over which the variance is averaged.
-        num_fantasies: Observations drawn for each candidate.
-        sampler: Draws them; by default a `SobolQMCNormalSampler` of that many.
+        num_fantasies: The number of observations sampled for each candidate.
+        sampler: Draws these samples. By default a `SobolQMCNormalSampler`.
         kwargs: ``posterior_transform`` and ``X_pending``, as in BoTorch.
 
     Example:

@@ -1,12 +1,14 @@
-r"""What an observation at a candidate would do to the posterior at all sites.
+r"""How an observation at a candidate would change the posterior at all locations.
 
-Given an outcome :math:`y` with site :math:`(\lambda, \beta)`, and the posterior covariance
-:math:`c`, conditioning (`seqgp.dual.conditioning`) is elementwise arithmetic,
+The likelihood of an outcome :math:`y` at a candidate :math:`x` is approximated by a Gaussian of
+precision :math:`\beta`. (That Gaussian is called a *site*, see `seqgp.dual`; it is no location.)
+With the posterior covariance :math:`c`, conditioning (`seqgp.dual.conditioning`) is elementwise
+arithmetic at all locations :math:`a`,
 
 .. math::
     m'_a = m_a + c(a, x) \, g, \qquad v'_a = v_a - c(a, x)^2 \, \frac{\beta}{1 + \beta c(x, x)},
 
-so no joint sample over the sites is ever drawn.
+so there is no need to sample jointly at the locations.
 """
 
 from __future__ import annotations
@@ -32,30 +34,30 @@ from seqgp.models.posteriors import quantile
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.variational.linear_operators import PosteriorCovariance
 
-#: Relative tolerance for the sites of fantasised observations at the candidates of a pool: far
-#: below what few fantasies leave open.
+#: Relative tolerance for the sites of fantasies at the candidates of a pool: far below the error
+#: of an average over few fantasies.
 TOLERANCE = 2e-3
 
-#: What candidates of a pool are scored in.
+#: The dtype in which candidates of a pool are scored.
 PRECISION = torch.float32
 
 
 class Marginals(NamedTuple):
-    """The posterior at ``n`` candidates and at ``s`` sites, with batch shape ``b`` (or none)."""
+    """The posterior at ``n`` candidates and ``s`` locations, with batch shape ``b`` (or none)."""
 
     mean: Tensor  # b x n
     variance: Tensor  # b x n
     prior_mean: Tensor  # n
-    site_mean: Tensor  # b x s
-    site_variance: Tensor  # b x s
-    cross: Callable[[slice], Tensor]  # of candidates: b x k x s
+    location_mean: Tensor  # b x s
+    location_variance: Tensor  # b x s
+    cross: Callable[[slice], Tensor]  # covariances of a slice of candidates: b x k x s
 
 
 class LookAhead(NamedTuple):
-    """What ``f`` outcomes at ``n`` candidates do: ``m' = m + c gain``, ``v' = v - c^2 fall``.
+    """Effects of ``f`` outcomes at ``n`` candidates: ``m' = m + c gain``, ``v' = v - c^2 fall``.
 
-    Probabilities are relative, and differentiable even if the outcomes are not; ``None`` if all
-    are alike and move with the candidate.
+    Probabilities are not normalised. They are differentiable even if the outcomes are not. ``None``
+    if all outcomes have the same probability and depend on the candidate instead.
     """
 
     gain: Tensor  # b x f x n
@@ -63,16 +65,22 @@ class LookAhead(NamedTuple):
     probability: Tensor | None = None  # b x f x n
 
     def at(self, part: slice, dtype: torch.dtype) -> LookAhead:
-        """Of some candidates."""
+        """The effects at a slice of the candidates."""
         gain, fall, p = self
         p = p if p is None else p[..., part].to(dtype)
         return LookAhead(gain[..., part].to(dtype), fall[..., part].to(dtype), p)
 
 
-def marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> Marginals:
-    """Means, variances and, chunk by chunk, covariances of candidates ``n x d`` and sites."""
+def marginals(model: SequentialGP, X: Tensor, locations: Tensor) -> Marginals:
+    """Posterior means, variances and (a chunk at a time) covariances.
+
+    Args:
+        model: The model.
+        X: ``n x d`` candidates.
+        locations: ``s x d`` locations.
+    """
     n = X.shape[-2]
-    inputs = model.transform_inputs(torch.cat([X, sites]))
+    inputs = model.transform_inputs(torch.cat([X, locations]))
     with gpt_posterior_settings():
         f = model.eval()(inputs)
     covariance = f.lazy_covariance_matrix
@@ -101,10 +109,17 @@ def marginals(model: SequentialGP, X: Tensor, sites: Tensor) -> Marginals:
 def look_ahead(
     likelihood: Likelihood, at: Marginals, num_fantasies: int, seed: int, arguments: dict[str, Any]
 ) -> LookAhead:
-    """Outcomes at the candidates, and what each of them does.
+    """Imagine outcomes at the candidates, and compute the effect of each.
 
-    With a nugget the observation is one of the latent function plus the nugget, whose variance is
-    larger and whose covariance with all other sites is the same.
+    With a nugget, what is observed is the latent function plus an independent term. This has a
+    larger variance, and the same covariance with all other locations.
+
+    Args:
+        likelihood: The likelihood.
+        at: The posterior at candidates and locations.
+        num_fantasies: Outcomes per candidate; see `outcomes`.
+        seed: Seed of outcomes that are sampled.
+        arguments: Per-point arguments of the likelihood at the candidates.
     """
     n = at.mean.shape[-1]
     variance = at.variance + nugget_of(likelihood)
@@ -149,12 +164,21 @@ def outcomes(
     seed: int,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Outcomes ``b x f x n`` and their relative probabilities.
+    r"""Outcomes ``b x f x n``, and their probabilities up to a factor.
 
-    If there are no more than ``number`` possible ones, all of them. Otherwise as many are drawn.
-    Those of a Gaussian likelihood move with the candidate. Discrete ones do not, but become more
-    or less probable: their weights are one, with the gradient of their predictive probability, so
-    that :math:`\nabla E[u] = E[\nabla u + (u - E[u]) \nabla \log p(y)]`.
+    If at most ``number`` outcomes are possible, these are all of them. Otherwise ``number`` of them
+    are sampled. Samples of a Gaussian likelihood are differentiable functions of the candidate.
+    Discrete samples are not, but their probabilities are: the weights are one, with the gradient of
+    the predictive probability, so that
+    :math:`\nabla E[u] = E[\nabla u + (u - E[u]) \nabla \log p(y)]`.
+
+    Args:
+        likelihood: The likelihood.
+        mean: ``b x 1 x n`` means of the latent function at the candidates.
+        variance: ``b x 1 x n`` variances.
+        number: The number of outcomes.
+        seed: Seed of the samples.
+        arguments: Per-point arguments of the likelihood.
     """
     most = _largest_outcome(likelihood, arguments)
     if most is not None and most < number:
@@ -175,7 +199,7 @@ def outcomes(
 
 
 def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
-    """The largest possible count, or none."""
+    """The largest possible count, or ``None`` if there is none."""
     if isinstance(likelihood, BernoulliLikelihood):
         return 1
     if isinstance(likelihood, BinomialLikelihood):
@@ -186,12 +210,20 @@ def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int |
 
 
 def condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
-    r"""Gains and falls of many single observations, ``... x n x 1`` each, of the shape ``... x n``.
+    r"""Gains and falls of many single observations.
 
-    What `condition` does, for ``q = 1`` and log-concave likelihoods: with :math:`C` the variance,
+    The same as `condition` for ``q = 1`` and log-concave likelihoods. With :math:`C` the variance,
     :math:`r = \lambda - \beta (m - \mu)`, :math:`m' = m + C r / (1 + \beta C)` and
-    :math:`v' = C / (1 + \beta C)`, iterate :math:`r \leftarrow \alpha + \beta (m' - m)` and
-    :math:`\beta`, with :math:`\alpha` and :math:`\beta` taken at :math:`(m', v')`.
+    :math:`v' = C / (1 + \beta C)`, it iterates :math:`r \leftarrow \alpha + \beta (m' - m)` and
+    :math:`\beta`, with :math:`\alpha` and :math:`\beta` evaluated at :math:`(m', v')`.
+
+    Args:
+        mean: ``... x n x 1`` means.
+        variance: ``... x n x 1`` variances.
+        evaluate: Expectations under the likelihood, a function of mean and variance.
+
+    Returns:
+        Two tensors ``... x n``.
     """
     _, r, beta = evaluate(mean, variance)
     beta = beta.clamp_min(0)
@@ -200,7 +232,7 @@ def condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[
         shift = variance * r * shrink
         _, alpha, new = evaluate(mean + shift, variance * shrink)
         new = new.clamp_min(0)
-        rho = 1.0 if step < 10 else 0.5  # where the iteration goes back and forth
+        rho = 1.0 if step < 10 else 0.5  # damped if the iteration oscillates
         dr, dbeta = alpha + new * shift - r, new - beta
         scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
         error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
@@ -230,9 +262,17 @@ def draw(
     seed: int,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Outcomes ``b x f x n``, the same quantiles at every candidate.
+    """Sample outcomes ``b x f x n``, the same quantiles at every candidate.
 
-    Gaussian ones move with the posterior; others have no gradient.
+    Gaussian outcomes are differentiable; others are not.
+
+    Args:
+        likelihood: The likelihood.
+        mean: ``b x 1 x n`` means of the latent function at the candidates.
+        variance: ``b x 1 x n`` variances.
+        number: The number of outcomes.
+        seed: Seed of the samples.
+        arguments: Per-point arguments of the likelihood.
     """
     engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=seed)
     uniform = engine.draw(number, dtype=torch.float64).to(mean)

@@ -1,14 +1,14 @@
-r"""How uncertain a quantity of interest is, given the marginal of the latent function.
+r"""Measures of uncertainty about a quantity of interest, given the marginal of the latent function.
 
-What a survey wants to know at a site is a prevalence (a rate, a level) :math:`\theta = F(h)`, with
-an increasing link :math:`F` and a latent :math:`h \sim N(m, v)`. Everything here is a function of
-:math:`(m, v)` only, so that no posterior over several sites has ever to be sampled:
+What a survey wants to know at a location is a prevalence (a rate, a level) :math:`\theta = F(h)`,
+with an increasing link :math:`F` and a latent value :math:`h \sim N(m, v)`. All measures are
+functions of :math:`(m, v)` only, so there is no need to sample jointly at several locations:
 
 * ``"threshold-entropy"``: the entropy of "is :math:`\theta > t`?",
   :math:`H(p)` with :math:`p = \Phi(z)`, :math:`z = (m - F^{-1}(t)) / \sqrt v`;
-* ``"misclassification"``: the probability :math:`\min(p, 1 - p)` of getting this wrong;
+* ``"misclassification"``: the probability :math:`\min(p, 1 - p)` of the wrong answer;
 * ``"variance"``: :math:`\operatorname{Var} F(h)`;
-* ``"entropy"``: :math:`H(E[F(h)])`, of the result of one more test there.
+* ``"entropy"``: :math:`H(E[F(h)])`, the entropy of the result of one more test there.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from torch import Tensor
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.quadrature import gauss_hermite
 
+#: The measures by name.
 CRITERIA = ("threshold-entropy", "misclassification", "variance", "entropy")
 
-#: Nodes of the quadrature for the moments of the quantity of interest.
+#: Quadrature nodes for the moments of the quantity of interest.
 NUM_NODES = 64
 
-#: Spacing and range of the tables, and range of the polynomial.
+#: Range of the polynomial; spacing and range of the tables.
 _MAX_Z = 8.0
 _STEP, _MAX_MEAN, _MAX_SD = 2.0**-5, 16.0, 8.0
 
 
 class Link(NamedTuple):
-    """The increasing function that turns latent values into what is of interest.
+    """The increasing function that maps latent values to the quantity of interest.
 
     Attributes:
-        name: Links with equal names are equal.
+        name: Identifies the link: links with the same name are the same.
         forward: The function.
         inverse: Its inverse.
-        probability: Whether values are probabilities.
+        probability: Whether its values are probabilities.
     """
 
     name: str
@@ -72,12 +73,15 @@ LINKS = {
 
 @singledispatch
 def link_of(likelihood: Likelihood) -> Link:
-    """The link of a likelihood: what its latent function says about the expected observation.
+    """The link of a likelihood, from the latent function to the expected observation.
 
-    Register a likelihood of your own with ``@link_of.register(MyLikelihood)``.
+    Register your own likelihood with ``@link_of.register(MyLikelihood)``.
+
+    Args:
+        likelihood: The likelihood.
     """
     raise UnsupportedError(
-        f"{type(likelihood).__name__}: what is of interest is not known; register a Link with "
+        f"{type(likelihood).__name__}: its link is not known; register a Link with "
         "@seqgp.acquisition.uncertainty.link_of.register."
     )
 
@@ -104,7 +108,7 @@ def _gaussian(likelihood: Likelihood) -> Link:
 
 
 def nugget_of(likelihood: Likelihood) -> Tensor | float:
-    """The variance of a site's own log odds around the latent function; mostly none."""
+    """The variance of the log odds of a location around the latent function, zero for most."""
     return likelihood.nugget if isinstance(likelihood, OverdispersedBinomialLikelihood) else 0.0
 
 
@@ -114,7 +118,7 @@ class Uncertainty:
     Args:
         criterion: Its name.
         link: The link.
-        threshold: What ``theta`` is compared with, for the first two criteria.
+        threshold: The threshold of ``theta``, for the first two criteria.
 
     Example:
         >>> import torch
@@ -129,10 +133,10 @@ class Uncertainty:
             raise ValueError(f"criterion: expected one of {names}, got {criterion!r}.")
         self.needs_threshold = criterion in CRITERIA[:2]
         if self.needs_threshold and threshold is None:
-            raise ValueError(f"threshold: {criterion!r} compares with one, got None.")
+            raise ValueError(f"threshold: required for {criterion!r}, got None.")
         if criterion == "entropy" and not link.probability:
             raise ValueError(
-                f"criterion: 'entropy' is for probabilities, and the link is {link.name!r}; use "
+                f"criterion: 'entropy' is for probabilities, but the link is {link.name!r}; use "
                 "'variance' or 'threshold-entropy'."
             )
         self.criterion, self.link, self.latent_threshold = criterion, link, 0.0
@@ -141,12 +145,17 @@ class Uncertainty:
             self.latent_threshold = float(link.inverse(value))
             if not math.isfinite(self.latent_threshold):
                 raise ValueError(
-                    f"threshold: expected a value inside of the range of the {link.name} link, "
+                    f"threshold: expected a value in the range of the {link.name} link, "
                     f"got {threshold}."
                 )
 
     def __call__(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """In closed form or by quadrature, with gradients, at ``...`` means and variances."""
+        """Evaluate the criterion in closed form or by quadrature, with gradients.
+
+        Args:
+            mean: ``...`` means of the latent function.
+            variance: ``...`` variances.
+        """
         if self.needs_threshold:
             z = (mean - self.latent_threshold) * variance.rsqrt()
             return _of_z(self.criterion, z)
@@ -156,12 +165,16 @@ class Uncertainty:
         return _of_moments(self.criterion, first, second)
 
     def fast(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """The same, fast and without gradients.
+        """Evaluate the criterion approximately, which is fast, without gradients.
 
-        Thresholds: by a polynomial, with an error of at most 1e-7. The others: by linear
-        interpolation in a table, with an error of at most 4e-5 (entropy with a probit link: 2e-4),
-        if ``|m| <= 16`` and ``v <= 64``; outside, or with a link whose values are not bounded, as
-        in `__call__`.
+        Criteria with a threshold use a polynomial, with an error of at most 1e-7. The others use
+        linear interpolation in a table, with an error of at most 4e-5 (entropy with a probit link:
+        2e-4), if ``|m| <= 16`` and ``v <= 64``. Outside of that range, or if the link is not
+        bounded, the result is that of `__call__`.
+
+        Args:
+            mean: ``...`` means of the latent function.
+            variance: ``...`` variances.
         """
         if self.needs_threshold:
             z = (mean - self.latent_threshold) * variance.rsqrt()
@@ -176,14 +189,14 @@ class Uncertainty:
         if not self.link.probability:
             return self(mean, variance)
         table = _table(self.criterion, self.link.name, mean.dtype, mean.device)
-        # Bilinear interpolation, as images are resampled: coordinates in [-1, 1], columns first.
+        # Bilinear interpolation of an image: coordinates are in [-1, 1], columns first.
         rows, columns = ((n - 1) * _STEP / 2 for n in table.shape)
         where = torch.broadcast_tensors(
             variance.sqrt() / columns - 1, (mean + _MAX_MEAN) / rows - 1
         )
         values = torch.nn.functional.grid_sample(
             table[None, None],
-            torch.stack(where).reshape(2, -1).mT[None, None],  # a view: interleaving takes time
+            torch.stack(where).reshape(2, -1).mT[None, None],  # a view, no copy
             align_corners=True,
             padding_mode="border",
         )
@@ -197,7 +210,7 @@ class Uncertainty:
 
 
 def _of_z(criterion: str, z: Tensor) -> Tensor:
-    """The criteria that ask on which side of the threshold, at ``z``."""
+    """The criteria with a threshold, at ``z``."""
     if criterion == "misclassification":
         return torch.special.ndtr(-z.abs())
     log_p, log_q = torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
@@ -213,7 +226,7 @@ def _of_moments(criterion: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _moments(link: Link, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of ``theta``, ``...``, one node after the other to save memory."""
+    """Mean and variance of ``theta``, ``...``, summed node by node to save memory."""
     nodes, weights = gauss_hermite(NUM_NODES, mean.dtype, mean.device)
     sd = variance.sqrt()
     values = [link.forward(mean + sd * node) for node in nodes]
@@ -227,10 +240,10 @@ def _moments(link: Link, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor
 
 
 def prevalence(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Mean and variance of the prevalence (rate, level) given those of the latent function.
+    r"""Mean and variance of the prevalence (rate, level), given those of the latent function.
 
-    :math:`E[F(f + \epsilon)]`, not :math:`F(E[f])`; a nugget of the likelihood counts as part of
-    the site.
+    The mean is :math:`E[F(f + \epsilon)]`, not :math:`F(E[f])`, where the variance of
+    :math:`\epsilon` is the nugget of the likelihood, if it has one.
 
     Args:
         likelihood: The likelihood.
@@ -268,8 +281,8 @@ def exceedance(likelihood: Likelihood, threshold: float, mean: Tensor, variance:
 def _fit_entropy(degree: int = 8) -> list[float]:
     r"""Coefficients of a polynomial :math:`P(|z|)` such that :math:`H(\Phi(z)) = e^{-z^2/2} P`.
 
-    That factor leaves a function that is smooth and grows slowly. Weighted least squares on
-    Chebyshev nodes in ``0 <= |z| <= 8``; beyond, the entropy is below 1e-13.
+    Without that factor the function is smooth and grows slowly. The fit is by weighted least
+    squares on Chebyshev nodes in ``0 <= |z| <= 8``; beyond, the entropy is below 1e-13.
     """
     t = 0.5 * _MAX_Z * (1 - np.cos(np.pi * (np.arange(2000) + 0.5) / 2000))
     log_p, log_q = special.log_ndtr(t), special.log_ndtr(-t)

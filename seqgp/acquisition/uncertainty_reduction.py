@@ -1,22 +1,23 @@
-r"""Where to look next: the observation that is expected to reduce uncertainty the most.
+r"""The expected reduction of uncertainty by an observation.
 
-With an uncertainty :math:`u(m_a, v_a)` at each of a set of sites (`seqgp.acquisition.uncertainty`),
-the score of observing at :math:`x` is the expected reduction of its average,
+With an uncertainty :math:`u(m_a, v_a)` at each of a set of locations
+(`seqgp.acquisition.uncertainty`), the score of observing at :math:`x` is the expected reduction of
+the weighted average,
 
 .. math::
     \sum_a w_a \left( u(m_a, v_a) - E_{y | x} \, u(m'_a, v'_a) \right).
 
-What an outcome does is elementwise arithmetic (`seqgp.acquisition.look_ahead`), so no joint sample
-over the sites is ever drawn: candidates x fantasies x sites numbers are computed in chunks. A
-nugget of the likelihood (`OverdispersedBinomialLikelihood`) belongs to the site: it is part of what
-is uncertain there, and of what an observation there reveals.
+The effect of an outcome is elementwise arithmetic (`seqgp.acquisition.look_ahead`), so there is no
+need to sample jointly at the locations: candidates x fantasies x locations numbers are computed in
+chunks. The nugget of an `OverdispersedBinomialLikelihood` belongs to a location: it is part of the
+uncertainty there, and an observation there reduces it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
@@ -29,32 +30,19 @@ from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from seqgp.likelihoods.traits import has_one_latent
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.progress import progress_bar
-from seqgp.validation import check_arguments, check_inputs, is_whole
+from seqgp.validation import check_arguments, check_inputs
 
-#: Elements of a block candidates x fantasies x sites.
+#: Maximum number of elements of a block candidates x fantasies x locations.
 BLOCK_ELEMENTS = 2**17
 
-#: Elements of a block of covariances candidates x sites.
+#: Maximum number of elements of a block of covariances candidates x locations.
 COVARIANCE_ELEMENTS = 2**20
-
-
-class Selection(NamedTuple):
-    """What `select_from_pool` chose.
-
-    Attributes:
-        chosen: ``q`` indices into the pool, in the order in which they were chosen.
-        scores: ``q x n`` expected reductions (per cost) for all of the pool when each was chosen;
-            ``-inf`` where it could not be.
-    """
-
-    chosen: Tensor
-    scores: Tensor
 
 
 def expected_reduction(
     model: SequentialGP,
     X: Tensor,
-    sites: Tensor,
+    locations: Tensor,
     criterion: str | Sequence[str] = "threshold-entropy",
     threshold: float | None = None,
     weights: Tensor | None = None,
@@ -63,27 +51,27 @@ def expected_reduction(
     progress: bool = False,
     **arguments: Any,
 ) -> Tensor:
-    """The expected reduction of uncertainty at sites by one observation, for many candidates.
+    """The expected reduction of uncertainty at locations by one observation, for many candidates.
 
-    Without gradients and in single precision, from tables (`Uncertainty.fast`); for gradients, see
-    `qExpectedUncertaintyReduction`.
+    This is fast: in single precision, from tables (`Uncertainty.fast`) and without gradients. Use
+    `qExpectedUncertaintyReduction` for gradients.
 
     Args:
-        model: A model of one output and one latent function. If it is a fantasy model, the result
-            is the average over its batch.
+        model: A model of one output and one latent function. The result for a fantasy model is the
+            average over its batch.
         X: ``n x d`` candidates.
-        sites: ``s x d`` sites whose uncertainty counts. If a candidate is one of them, it counts
-            what an observation there says about that very site.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
-            up are relative reductions, each divided by the present uncertainty of its kind.
-        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
-        weights: ``s`` weights of the sites (population, say); by default ``1/s`` each.
-        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
-            of them count with their probabilities.
-        seed: Seed of the draws, which are the same for all candidates.
+        locations: ``s x d`` locations whose uncertainty is to be reduced. They may include the
+            candidates.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
+            several is the sum of relative reductions, each divided by the present uncertainty.
+        threshold: The threshold of the prevalence (rate, level), for criteria that have one.
+        weights: ``s`` weights of the locations (populations, for example). By default ``1/s``.
+        num_fantasies: The number of outcomes sampled for each candidate. If no more outcomes are
+            possible, all of them are used, weighted by their probabilities.
+        seed: Seed of the samples. All candidates share the same base samples.
         progress: Whether to show a progress bar (only on a terminal).
-        arguments: Per-point arguments of the likelihood at the candidates (``total_count=``),
-            numbers or of shape ``n``.
+        arguments: Arguments of the likelihood at the candidates (``total_count=``), each a number
+            or of shape ``n``.
 
     Returns:
         ``n`` scores.
@@ -98,18 +86,18 @@ def expected_reduction(
         >>> expected_reduction(model, pool, pool, threshold=0.3).shape
         torch.Size([100])
     """
-    _check_arguments(model, arguments, expected_reduction)
-    uncertainties, sites = _check(model, sites, criterion, threshold)
-    check_inputs(X, sites.shape[-1], "X")
-    weights = _weights(weights, sites)
+    check_likelihood_arguments(model, arguments, expected_reduction)
+    uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
+    check_inputs(X, locations.shape[-1], "X")
+    weights = checked_weights(weights, locations)
     if len(X) == 0:
         return X.new_empty(0)
     model.eval()
     with torch.no_grad():
-        at = marginals(model, X, sites)
+        at = marginals(model, X, locations)
         ahead = look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
         nugget = nugget_of(model.likelihood)
-        return score_candidates(uncertainties, at, ahead, X, sites, weights, nugget, progress)
+        return score_candidates(uncertainties, at, ahead, X, locations, weights, nugget, progress)
 
 
 def score_candidates(
@@ -117,24 +105,38 @@ def score_candidates(
     at: Marginals,
     ahead: LookAhead,
     X: Tensor,
-    sites: Tensor,
+    locations: Tensor,
     weights: Tensor,
     nugget: Tensor | float = 0.0,
     progress: bool = False,
 ) -> Tensor:
-    """Expected reductions, ``n``, given what `look_ahead` says; in blocks of bounded size."""
+    """Expected reductions for all candidates, computed in blocks of bounded size.
+
+    Args:
+        uncertainties: The criteria.
+        at: The posterior at candidates and locations.
+        ahead: The effects of outcomes at the candidates.
+        X: ``n x d`` candidates.
+        locations: ``s x d`` locations.
+        weights: ``s`` weights of the locations.
+        nugget: The nugget of the likelihood.
+        progress: Whether to show a progress bar (only on a terminal).
+
+    Returns:
+        ``n`` scores.
+    """
     single = PRECISION
-    w, m, v = (t.to(single) for t in (weights, at.site_mean, at.site_variance + nugget))
+    w, m, v = (t.to(single) for t in (weights, at.location_mean, at.location_variance + nugget))
     now = torch.stack([(u.fast(m, v) @ w).mean() for u in uncertainties])
     unit = now.reciprocal() if len(now) > 1 else torch.ones_like(now)
-    size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(sites)), 1)
-    wide = size * max(COVARIANCE_ELEMENTS // (size * len(sites)), 1)
+    size = max(BLOCK_ELEMENTS // (ahead.gain.shape[-2] * len(locations)), 1)
+    wide = size * max(COVARIANCE_ELEMENTS // (size * len(locations)), 1)
     scores = X.new_empty(len(X))
     disable = None if progress else True
-    with progress_bar(total=len(X), desc="score", unit=" sites", disable=disable) as bar:
+    with progress_bar(total=len(X), desc="score", unit=" candidates", disable=disable) as bar:
         for first in range(0, len(X), wide):
             chunk = slice(first, min(first + wide, len(X)))
-            c = _with_own(at.cross(chunk), X[chunk], sites, nugget).to(single)
+            c = _with_own(at.cross(chunk), X[chunk], locations, nugget).to(single)
             for start in range(chunk.start, chunk.stop, size):
                 part = slice(start, min(start + size, chunk.stop))
                 c_part = c[..., part.start - first : part.stop - first, :]
@@ -153,9 +155,9 @@ def _average(
     ahead: LookAhead,
     weights: Tensor,
 ) -> Tensor:
-    """Expected uncertainties of all kinds after observations at ``k`` candidates, ``kinds x k``.
+    """Expected uncertainties after observations at ``k`` candidates, ``criteria x k``.
 
-    One member of the batch at a time: blocks are ``k x fantasies x sites``.
+    They are computed for one member of the batch at a time, in blocks ``k x fantasies x s``.
     """
     batch = m.shape[:-1]
     gain, fall, probability = ahead
@@ -178,37 +180,37 @@ def _average(
     return total / max(len(parts[0]), 1)
 
 
-def _with_own(c: Tensor, X: Tensor, sites: Tensor, nugget: Tensor | float) -> Tensor:
-    """Covariances ``... x k x s`` of observations with sites, which may be the very same."""
+def _with_own(c: Tensor, X: Tensor, locations: Tensor, nugget: Tensor | float) -> Tensor:
+    """Add the nugget to covariances ``... x k x s`` where candidate and location are the same."""
     if not isinstance(nugget, Tensor) or not bool(nugget.any()):
         return c
-    row, column = (X[..., :1] == sites[..., 0]).nonzero(as_tuple=True)
-    same = (X[row] == sites[column]).all(-1)
+    row, column = (X[..., :1] == locations[..., 0]).nonzero(as_tuple=True)
+    same = (X[row] == locations[column]).all(-1)
     own = torch.zeros(c.shape[-2:], dtype=c.dtype, device=c.device)
     own[row[same], column[same]] = 1.0
     return c + own * nugget
 
 
 class qExpectedUncertaintyReduction(AcquisitionFunction):
-    r"""The expected reduction of uncertainty at sites, by observations anywhere in a box.
+    r"""The expected reduction of uncertainty at locations, by observations anywhere in a box.
 
-    For a single point the outcomes are conditioned on in closed form, as in `expected_reduction`;
-    several points (and pending ones) are fantasised jointly. Differentiable: `optimize_acqf` runs
-    on it. The gradient of a single point is that of the expectation; that of several leaves out
-    that discrete outcomes become more or less probable when the points move.
+    This is a differentiable acquisition function for `optimize_acqf`. A single point is conditioned
+    on in closed form, as in `expected_reduction`. Several points (and pending points) are
+    fantasised jointly. The gradient of a single point is that of the expectation. The gradient of
+    several points ignores that the probabilities of discrete outcomes change with the points.
 
     Args:
         model: A model of one output and one latent function.
-        sites: ``s x d`` sites whose uncertainty counts.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
-            up are relative reductions, each divided by the present uncertainty of its kind.
-        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
-        weights: ``s`` weights of the sites; by default ``1/s`` each.
-        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
-            of them count with their probabilities.
-        seed: Seed of the draws.
-        X_pending: ``p x d`` points that will have been observed as well.
-        arguments: Per-point arguments of the likelihood at a candidate (``total_count=``), numbers.
+        locations: ``s x d`` locations whose uncertainty is to be reduced.
+        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
+            several is the sum of relative reductions, each divided by the present uncertainty.
+        threshold: The threshold of the prevalence (rate, level), for criteria that have one.
+        weights: ``s`` weights of the locations. By default ``1/s``.
+        num_fantasies: The number of outcomes sampled for each candidate. If no more outcomes are
+            possible, all of them are used, weighted by their probabilities.
+        seed: Seed of the samples.
+        X_pending: ``p x d`` points that will be observed as well.
+        arguments: Arguments of the likelihood at a candidate (``total_count=``), as numbers.
 
     Example:
         >>> import torch
@@ -227,13 +229,13 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     """
 
     model: SequentialGP
-    sites: Tensor
+    locations: Tensor
     weights: Tensor
 
     def __init__(
         self,
         model: SequentialGP,
-        sites: Tensor,
+        locations: Tensor,
         criterion: str | Sequence[str] = "threshold-entropy",
         threshold: float | None = None,
         weights: Tensor | None = None,
@@ -242,12 +244,12 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         X_pending: Tensor | None = None,
         **arguments: Any,
     ) -> None:
-        _check_arguments(model, arguments, type(self).__init__)
-        uncertainties, sites = _check(model, sites, criterion, threshold)
+        check_likelihood_arguments(model, arguments, type(self).__init__)
+        uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
         super().__init__(model)
         self.uncertainties = uncertainties
-        self.register_buffer("sites", sites)
-        self.register_buffer("weights", _weights(weights, sites))
+        self.register_buffer("locations", locations)
+        self.register_buffer("weights", checked_weights(weights, locations))
         self.num_fantasies, self.seed, self.arguments = num_fantasies, seed, arguments
         self.sampler = SobolQMCNormalSampler(torch.Size([num_fantasies]), seed=seed)
         self.set_X_pending(X_pending)
@@ -264,218 +266,109 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         return total
 
     def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Uncertainties of all kinds now, and after an observation at ``b x 1 x d`` points."""
+        """Yield each uncertainty now, and after an observation at ``b x 1 x d`` points."""
         nugget = nugget_of(self.model.likelihood)
         flat = X.reshape(-1, X.shape[-1])
-        at = marginals(self.model, flat, self.sites)
+        at = marginals(self.model, flat, self.locations)
         gain, fall, probability = look_ahead(
             self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
         )
         if probability is None:
             probability = torch.ones_like(gain)
-        c = _with_own(at.cross(slice(None)), flat, self.sites, nugget).unsqueeze(-3)
-        start = (at.site_variance + nugget).unsqueeze(-2).unsqueeze(-2)
-        mean = at.site_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
+        c = _with_own(at.cross(slice(None)), flat, self.locations, nugget).unsqueeze(-3)
+        start = (at.location_variance + nugget).unsqueeze(-2).unsqueeze(-2)
+        mean = at.location_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
         variance = start - fall.unsqueeze(-1) * c.square()
         variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
         for uncertainty in self.uncertainties:
-            now = uncertainty(at.site_mean, at.site_variance + nugget) @ self.weights
+            now = uncertainty(at.location_mean, at.location_variance + nugget) @ self.weights
             values = uncertainty(mean, variance) @ self.weights  # ... x f x n
             after = (probability * values).sum(-2) / probability.sum(-2)
             yield now.mean(), after.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
 
     def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same after observations at ``b x q x d`` points."""
+        """Yield each uncertainty now, and after observations at ``b x q x d`` points."""
         nugget = nugget_of(self.model.likelihood)
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
-        sites = self.sites.reshape(*[1] * (X.dim() - 2), *self.sites.shape)
-        posteriors: tuple[Any, Any] = self.model.posterior(self.sites), fantasies.posterior(sites)
+        locations = self.locations.reshape(*[1] * (X.dim() - 2), *self.locations.shape)
+        posteriors: tuple[Any, Any] = (
+            self.model.posterior(self.locations),
+            fantasies.posterior(locations),
+        )
         moments = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
         for uncertainty in self.uncertainties:
             now, after = (uncertainty(*each) @ self.weights for each in moments)
             yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
 
 
-def select_from_pool(
-    model: SequentialGP,
-    pool: Tensor,
-    q: int = 1,
-    criterion: str | Sequence[str] = "threshold-entropy",
-    threshold: float | None = None,
-    surveyed: Tensor | None = None,
-    available: Tensor | None = None,
-    costs: Tensor | None = None,
-    weights: Tensor | None = None,
-    num_fantasies: int = 16,
-    num_batch_fantasies: int = 8,
-    seed: int = 0,
-    progress: bool = False,
-    **arguments: Any,
-) -> Selection:
-    """The sites of a pool to observe next, those whose outcomes reduce uncertainty the most.
-
-    One after the other: each site is chosen given fantasised outcomes at those before it, so that
-    a batch does not ask the same question twice.
-
-    Args:
-        model: A model of one output and one latent function.
-        pool: ``n x d`` sites.
-        q: How many to choose.
-        criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several: then what is added
-            up are relative reductions, each divided by the present uncertainty of its kind.
-        threshold: What the prevalence (rate, level) is compared with, if the criterion does that.
-        surveyed: ``n`` booleans, or indices: sites that have been observed. They are not chosen,
-            and their uncertainty no longer counts.
-        available: ``n`` booleans, or indices: sites that may be chosen. The uncertainty of the
-            others counts.
-        costs: ``n`` positive costs; what is maximised is the reduction per cost.
-        weights: ``n`` weights of the sites; by default all alike.
-        num_fantasies: Outcomes that are drawn for each candidate; if no more are possible, all
-            of them count with their probabilities.
-        num_batch_fantasies: Joint outcomes that are drawn for those already in the batch.
-        seed: Seed of the draws.
-        progress: Whether to show a progress bar (only on a terminal).
-        arguments: Per-point arguments of the likelihood (``total_count=``), numbers or ``n``.
-
-    Example:
-        >>> import torch
-        >>> from seqgp import BinomialLikelihood, SequentialGP
-        >>> pool = torch.rand(60, 2, dtype=torch.double)
-        >>> Y = torch.full((10, 1), 3.0, dtype=torch.double)
-        >>> model = SequentialGP(pool[:10], Y, likelihood=BinomialLikelihood(20))
-        >>> seen = torch.arange(10)
-        >>> chosen = select_from_pool(model, pool, q=2, threshold=0.2, surveyed=seen).chosen
-        >>> bool((chosen >= 10).all()), len(chosen)
-        (True, 2)
-    """
-    _check_arguments(model, arguments, select_from_pool)
-    _, pool = _check(model, pool, criterion, threshold, "pool")
-    n = len(pool)
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != (n,):
-            raise ValueError(
-                f"{name}: expected a number, or {n} of them, one for each site of the pool; got "
-                f"shape {tuple(value.shape)}."
-            )
-    counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
-    open_ = counts & _mask(available, n, pool.device, "available", True)
-    if not open_.any():
-        raise ValueError("surveyed, available: no site of the pool is left to choose.")
-    if not is_whole(q) or q < 1 or int(open_.sum()) < q:
-        raise ValueError(f"q: expected 1 to {int(open_.sum())} of the sites left, got {q}.")
-    if costs is not None:
-        costs = torch.as_tensor(costs, device=pool.device)
-        if costs.shape != (n,) or not bool((costs > 0).all()):
-            raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
-    weights = _weights(weights, pool)
-    chosen: list[int] = []
-    rows = []
-    while True:
-        conditioned = model
-        if chosen:
-            sampler = SobolQMCNormalSampler(torch.Size([num_batch_fantasies]), seed=seed + 1)
-            index = torch.tensor(chosen, device=pool.device)
-            with torch.no_grad():
-                conditioned = model.fantasize(pool[index], sampler, **_at(arguments, index, n))
-        candidates, kept = open_.nonzero().squeeze(-1), counts.nonzero().squeeze(-1)
-        scores = torch.full((n,), -torch.inf, dtype=pool.dtype, device=pool.device)
-        scores[candidates] = expected_reduction(
-            conditioned,
-            pool[candidates],
-            pool[kept],
-            criterion,
-            threshold,
-            weights[kept],
-            num_fantasies,
-            seed,
-            progress,
-            **_at(arguments, candidates, n),
-        )
-        if costs is not None:
-            scores[candidates] /= costs.to(scores)[candidates]
-        rows.append(scores)
-        chosen.append(int(scores.argmax()))
-        if len(chosen) == q:
-            return Selection(torch.tensor(chosen, device=pool.device), torch.stack(rows))
-        open_[chosen[-1]] = counts[chosen[-1]] = False
-
-
 # -------------------------------------------------------------------- checks
 
 
-def _check_arguments(model: SequentialGP, arguments: dict[str, Any], function: Any) -> None:
-    """First of all: an option that is misspelt would be missed elsewhere."""
+def check_likelihood_arguments(
+    model: SequentialGP, arguments: dict[str, Any], function: Any
+) -> None:
+    """Raise for arguments that neither the likelihood nor the caller has.
+
+    Args:
+        model: The model.
+        arguments: The arguments of the likelihood.
+        function: The caller, whose parameters are suggested for a misspelt name.
+    """
     if not isinstance(model, SequentialGP):
         raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
     check_arguments(model.likelihood, arguments, inspect.signature(function).parameters)
 
 
-def _check(
+def checked_criteria(
     model: SequentialGP,
-    sites: Tensor,
+    locations: Tensor,
     criterion: str | Sequence[str],
     threshold: float | None,
-    name: str = "sites",
+    name: str = "locations",
 ) -> tuple[list[Uncertainty], Tensor]:
+    """Check the model and the locations, and make the criteria.
+
+    Args:
+        model: The model.
+        locations: ``s x d`` locations.
+        criterion: One or several of `seqgp.acquisition.uncertainty.CRITERIA`.
+        threshold: The threshold, for criteria that have one.
+        name: The name of the locations, for errors.
+    """
     if model.num_outputs != 1 or not has_one_latent(model.likelihood):
         raise ValueError(
-            "model: expected one output and one latent function; choose an output of several with "
+            "model: expected one output and one latent function; select an output with "
             "model.subset_output."
         )
     if hasattr(model, "outcome_transform"):
         raise ValueError(
-            "model: with an outcome_transform the latent function is on another scale than the "
-            "threshold; transform the targets beforehand instead."
+            "model: with an outcome_transform the latent function and the threshold are on "
+            "different scales; transform the targets beforehand instead."
         )
-    check_inputs(sites, model.train_inputs[0].shape[-1], name)
-    if sites.dim() != 2 or len(sites) == 0:
-        raise ValueError(f"{name}: expected shape n x d, got {tuple(sites.shape)}.")
+    check_inputs(locations, model.train_inputs[0].shape[-1], name)
+    if locations.dim() != 2 or len(locations) == 0:
+        raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
     criteria = [criterion] if isinstance(criterion, str) else list(criterion)
     if not criteria:
         raise ValueError("criterion: expected at least one, got none.")
     link = link_of(model.likelihood)
-    return [Uncertainty(each, link, threshold) for each in criteria], sites
+    return [Uncertainty(each, link, threshold) for each in criteria], locations
 
 
-def _weights(weights: Tensor | None, sites: Tensor) -> Tensor:
-    n = len(sites)
+def checked_weights(weights: Tensor | None, locations: Tensor) -> Tensor:
+    """Return ``s`` weights, by default all the same; raise if they are not valid.
+
+    Args:
+        weights: What was passed.
+        locations: ``s x d`` locations.
+    """
+    n = len(locations)
     if weights is None:
-        return sites.new_full((n,), 1 / n)
-    weights = torch.as_tensor(weights, device=sites.device)
+        return locations.new_full((n,), 1 / n)
+    weights = torch.as_tensor(weights, device=locations.device)
     if weights.shape != (n,) or not bool((weights >= 0).all() & (weights.sum() > 0)):
         raise ValueError(
-            f"weights: expected {n} of at least zero, and not all zero, got a tensor of shape "
+            f"weights: expected {n} nonnegative weights, not all zero, got a tensor of shape "
             f"{tuple(weights.shape)}."
         )
-    return weights.to(sites)
-
-
-def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default: bool) -> Tensor:
-    """A mask of ``n`` booleans from one, or from indices."""
-    if given is None:
-        return torch.full((n,), default, device=device)
-    if not isinstance(given, Tensor):  # a list, an array
-        given = torch.as_tensor(given)
-        given = given.long() if given.numel() == 0 else given
-    if given.dtype == torch.bool and given.shape == (n,):
-        return given.to(device).clone()
-    if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:
-        if n > 2 and given.shape == (n,) and bool(((given == 0) | (given == 1)).all()):
-            raise ValueError(f"{name}: {n} zeros and ones, a mask? Expected booleans or indices.")
-        if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < n):
-            raise ValueError(f"{name}: expected indices from 0 to {n - 1}.")
-        mask = torch.zeros(n, dtype=torch.bool, device=device)
-        mask[given.to(device).long()] = True
-        return mask
-    raise ValueError(
-        f"{name}: expected {n} booleans or a list of indices, got {given.dtype} of shape "
-        f"{tuple(given.shape)}."
-    )
-
-
-def _at(arguments: dict[str, Any], index: Tensor, n: int) -> dict[str, Any]:
-    """Per-point arguments of some of ``n`` points."""
-    return {
-        key: value[index] if isinstance(value, Tensor) and value.shape == (n,) else value
-        for key, value in arguments.items()
-    }
+    return weights.to(locations)

@@ -1,12 +1,12 @@
-"""`SequentialGP` in Ax experiments, and failed trials that teach.
+"""`SequentialGP` in Ax experiments, with models that learn from failed trials.
 
     client.set_generation_strategy(seqgp.ax.generation_strategy())
 
-Importing this package needs Ax (``pip install "seqgp[ax]"``) and registers what it adds with Ax's
-storage: import it before loading an experiment that was made with it.
+This package needs Ax (``pip install "seqgp[ax]"``). Importing it registers its classes with Ax's
+storage: import it before loading an experiment that uses them.
 """
 
-from seqgp.ax._version_check import check_version, installed_version
+from seqgp.ax.version_check import check_version, installed_version
 
 check_version(installed_version())
 

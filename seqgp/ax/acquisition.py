@@ -1,4 +1,4 @@
-"""Ax's choice of acquisition function, times the probability that a trial is valid."""
+"""Ax's acquisition function, times the probability that a trial is valid."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ from botorch.sampling.get_sampler import get_sampler
 from torch import Tensor
 
 from seqgp.acquisition.validity import log_validity
+from seqgp.ax.expected_outcome import ExpectedOutcome
 from seqgp.ax.model import AxSequentialGP
 from seqgp.ax.transforms import VALIDITY
 
-#: Around a failed trial, in parts of the ranges of parameters: no trial is to be as close again.
+#: Minimum distance to failed trials, in units of the ranges of the parameters.
 CLEARANCE = 1e-3
 
-#: Initial candidates that are evaluated at once; it is calls that cost, not candidates.
+#: Initial candidates per call of the acquisition function. Few large calls are fastest.
 INIT_BATCH_LIMIT = 512
 
-#: Samples of posteriors that are not Gaussian; BoTorch's own number for multiple objectives.
+#: Samples of posteriors that are not Gaussian, as many as BoTorch has for multiple objectives.
 NUM_SAMPLES = 128
 
-_LEAST = -1e3  # log value of a trial that has failed before: less than any other
+_LEAST = -1e3  # log value at a failed trial: less than any other
 
 
 class ValidAcquisition(Acquisition):
-    """Ax's acquisition, with failures.
+    """Ax's acquisition, for experiments with failed trials.
 
-    Failed trials are no pending ones (Ax takes abandoned ones for that), nor are they proposed
-    again, and what a candidate promises is multiplied by the probability that it is valid.
-    Metrics that are not Gaussian are objectives through samples.
+    The value of a candidate is multiplied by the probability that it is valid. Failed trials are
+    not proposed again. They are not pending, either (Ax considers abandoned trials to be pending).
+    Objectives on metrics that are not Gaussian are evaluated by samples.
 
     Args:
         surrogate: The models.
-        search_space_digest: What there is to know about the parameters.
-        torch_opt_config: What there is to know about the objective.
-        botorch_acqf_class: What Ax has chosen.
+        search_space_digest: Ax's description of the parameters.
+        torch_opt_config: Ax's description of the objective.
+        botorch_acqf_class: The acquisition function that Ax has chosen.
         kwargs: Ax's other arguments.
     """
 
@@ -85,12 +86,12 @@ class ValidAcquisition(Acquisition):
         optimizer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ax's optimisation; in discrete spaces it is told which trials have failed.
+        """Optimise as Ax does, but avoid failed trials in discrete spaces, too.
 
         Args:
             n: The number of candidates.
-            search_space_digest: What there is to know about the parameters.
-            fixed_features: Parameters that are given, by index.
+            search_space_digest: Ax's description of the parameters.
+            fixed_features: Values of fixed parameters, by index.
             optimizer_options: Options of the optimiser.
             kwargs: As in Ax.
         """
@@ -124,7 +125,7 @@ class ValidAcquisition(Acquisition):
     ) -> AcquisitionFunction:
         options = dict(botorch_acqf_options)
         if not _is_gaussian(model) and self.X_observed is not None:
-            # BoTorch has a sampler for each kind of posterior, but does not always ask for it.
+            # BoTorch does not always use the sampler that belongs to a kind of posterior.
             posterior: Any = model.posterior(self.X_observed[:1])
             options.setdefault("sampler", get_sampler(posterior, torch.Size([NUM_SAMPLES])))
         acqf = super()._construct_botorch_acquisition(
@@ -144,10 +145,10 @@ class ValidAcquisition(Acquisition):
         objective_weights: Tensor,
         **kwargs: Any,
     ) -> tuple[MCAcquisitionObjective | None, PosteriorTransform | None]:
-        """As in Ax, but through samples if a posterior is not Gaussian.
+        """As in Ax, but evaluate objectives by samples if a posterior is not Gaussian.
 
         Args:
-            botorch_acqf_class: What Ax has chosen.
+            botorch_acqf_class: The acquisition function that Ax has chosen.
             model: The models of objectives and constraints.
             objective_weights: ``objectives x outcomes`` weights.
             kwargs: As in Ax.
@@ -170,15 +171,16 @@ class TimesValidity(AcquisitionFunction):
         a(x_1, \dots, x_q) \prod_i p(x_i) \, h(x_i), \qquad
         h(x) = \min_k \left(1 - e^{-|x - x_k|^2 / 2 \epsilon^2}\right),
 
-    in logarithms if :math:`a` is one. The second factor is a hole around each of the failed trials
-    :math:`x_k`: a sparse classifier may forgive a single one, but it is not to be repeated.
+    or the logarithm of this if :math:`a` is a logarithm. The factor :math:`h` is zero at each
+    failed trial :math:`x_k`: a sparse classifier may ignore a single failure, which must not be
+    repeated.
 
     Args:
-        acqf: An acquisition function, a logarithm or nowhere negative.
+        acqf: An acquisition function whose values are logarithms or nonnegative.
         validity_model: A model with a Bernoulli likelihood.
         failed: ``k x d`` inputs of failed trials.
         bounds: ``2 x d`` bounds of the inputs.
-        clearance: :math:`\epsilon`, in parts of the bounds' ranges.
+        clearance: :math:`\epsilon`, in units of the range of the bounds.
     """
 
     lower: Tensor
@@ -197,9 +199,9 @@ class TimesValidity(AcquisitionFunction):
         self._log = bool(getattr(acqf, "_log", False))
         if not self._log and not is_nonnegative(acqf):
             raise UnsupportedError(
-                f"{type(acqf).__name__}: to be multiplied by the probability of validity, an "
-                "acquisition function has to be a logarithm or nowhere negative. Choose another, "
-                "or failures=() in generation_strategy."
+                f"{type(acqf).__name__}: to be multiplied by the probability of validity, the "
+                "values of an acquisition function must be logarithms or nonnegative. Choose "
+                "another, or failures=() in generation_strategy."
             )
         self.acqf, self.validity_model = acqf, validity_model
         ranges = (bounds[1] - bounds[0]).clamp_min(1e-12)
@@ -210,15 +212,15 @@ class TimesValidity(AcquisitionFunction):
 
     @property  # type: ignore[override]
     def X_pending(self) -> Tensor | None:
-        """What is being evaluated."""
+        """Pending points ``m x d`` of the acquisition function."""
         return getattr(self.acqf, "X_pending", None)
 
     @X_pending.setter
     def X_pending(self, X_pending: Tensor | None) -> None:
-        pass  # of the base class's constructor
+        pass  # set by the constructor of the base class
 
     def set_X_pending(self, X_pending: Tensor | None = None) -> None:
-        """Tell the acquisition function what is being evaluated.
+        """Set the pending points of the acquisition function.
 
         Args:
             X_pending: ``m x d`` inputs.
@@ -232,7 +234,11 @@ class TimesValidity(AcquisitionFunction):
         return value + factor if self._log else value * factor.exp()
 
     def log_factor(self, X: Tensor) -> Tensor:
-        """``b x q``, the logarithm of probability of validity and holes."""
+        """The logarithm of the two factors, ``b x q``.
+
+        Args:
+            X: ``b x q x d`` candidates.
+        """
         difference = ((X - self.lower) / self.ranges).unsqueeze(-2) - self.failed
         square = difference.square().sum(-1).amin(-1) / (2 * self.clearance**2)
         hole = torch.log(-torch.expm1(-square.clamp_min(torch.finfo(X.dtype).tiny)))
@@ -240,7 +246,7 @@ class TimesValidity(AcquisitionFunction):
 
 
 class _Latent(Model):
-    """A model on the latent scale, whatever scale its posterior is on."""
+    """A model whose posterior is on the latent scale."""
 
     def __init__(self, model: AxSequentialGP) -> None:
         super().__init__()
@@ -253,7 +259,7 @@ class _Latent(Model):
 
 
 def validity_of(surrogate: Surrogate) -> tuple[AxSequentialGP | None, Tensor | None]:
-    """The model of validity and the inputs of failed trials, if any trial has failed."""
+    """The validity model and the inputs of failed trials, ``None`` if no trial has failed."""
     if VALIDITY not in surrogate.outcomes:
         return None, None
     index = surrogate.outcomes.index(VALIDITY)
@@ -266,14 +272,15 @@ def validity_of(surrogate: Surrogate) -> tuple[AxSequentialGP | None, Tensor | N
 
 
 def _is_in(X: Tensor, others: Tensor) -> Tensor:
-    """``n``, which of the inputs ``n x d`` are among the others, ``k x d``."""
+    """Which of the inputs ``n x d`` are among the others ``k x d``, ``n`` booleans."""
     return (X.unsqueeze(-2) == others).all(-1).any(-1)
 
 
 def _is_gaussian(model: Model) -> bool:
+    """Whether the posteriors of all metrics are Gaussian."""
     models = model.models if isinstance(model, ModelList) else [model]
     transforms = [getattr(each, "outcome_transform", None) for each in models]
-    return all(transform is None or transform._is_linear for transform in transforms)
+    return not any(isinstance(transform, ExpectedOutcome) for transform in transforms)
 
 
 register_acquisition(ValidAcquisition)

@@ -1,8 +1,9 @@
-"""Ax's adapters, which know that a trial that has failed is not to be repeated."""
+"""Ax's adapters, changed such that failed trials are not repeated."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ax.adapter.base import Adapter, GenResults
@@ -27,20 +28,22 @@ from ax.generators.random.sobol import SobolGenerator
 from ax.generators.torch.botorch_modular.generator import BoTorchGenerator
 from ax.generators.torch.botorch_modular.surrogate import Surrogate
 from ax.storage.json_store.registry import CORE_DECODER_REGISTRY
+from torch import Tensor
 
+from seqgp.ax.internals import experiment_of
 from seqgp.ax.transforms import VALIDITY
 
-#: How often a candidate that has failed before is replaced by another.
+#: Attempts to find a candidate that has not failed before.
 ATTEMPTS = 5
 
 
 class InitialAdapter(RandomAdapter):
-    """Quasi-random trials, none of them one that has failed."""
+    """Quasi-random trials that do not repeat failed ones."""
 
     def _gen(  # type: ignore[override]
         self, n: int, search_space: Any, pending_observations: dict[str, Any], **kwargs: Any
     ) -> GenResults:
-        # Ax keeps clear of what is pending, but not of what has failed.
+        # Ax avoids pending trials, but not failed ones.
         failed = [
             ObservationFeatures.from_arm(arm)
             for arm in _failed_arms(self).values()
@@ -53,7 +56,7 @@ class InitialAdapter(RandomAdapter):
 
 
 class SequentialAdapter(TorchAdapter):
-    """Models of the metrics and of validity, of which only the former are Ax's business."""
+    """Models of metrics and validity, of which only the metrics are visible to Ax."""
 
     def gen(
         self,
@@ -64,7 +67,7 @@ class SequentialAdapter(TorchAdapter):
         fixed_features: ObservationFeatures | None = None,
         model_gen_options: Any = None,
     ) -> GeneratorRun:
-        """As in Ax, without candidates that have failed before.
+        """As in Ax, but without candidates that have failed before.
 
         Args:
             n: The number of candidates.
@@ -86,9 +89,7 @@ class SequentialAdapter(TorchAdapter):
             )
             if not any(arm.signature in failed for arm in run.arms):
                 return run
-        raise GenerationStrategyRepeatedPoints(
-            f"All of {ATTEMPTS} candidates in a row have failed before."
-        )
+        raise GenerationStrategyRepeatedPoints(f"All of {ATTEMPTS} candidates have failed before.")
 
     def _fit(
         self, search_space: SearchSpace, experiment_data: ExperimentData, **kwargs: Any
@@ -99,9 +100,20 @@ class SequentialAdapter(TorchAdapter):
 
     @property
     def botorch_surrogate(self) -> Surrogate:
-        """All models, that of validity included."""
+        """All models, including the validity model."""
         assert isinstance(self.generator, BoTorchGenerator)
         return self.generator.surrogate
+
+    def model_inputs(self, points: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Transform parameters to inputs of the models, ``n x d``.
+
+        Args:
+            points: Parameters by name, one mapping per trial.
+        """
+        features = [ObservationFeatures(parameters=dict(point)) for point in points]
+        for transform in self.transforms.values():
+            features = transform.transform_observation_features(features)
+        return self._transform_observation_features(features)
 
     def _predict(self, *args: Any, **kwargs: Any) -> list[ObservationData]:
         return [_without_validity(data) for data in super()._predict(*args, **kwargs)]
@@ -111,10 +123,10 @@ class SequentialAdapter(TorchAdapter):
 
 
 def _check_metrics(generator: Any, known: set[str]) -> None:
-    """Raise for likelihoods of metrics that an experiment does not have.
+    """Raise if likelihoods are given for metrics that are not part of the experiment.
 
     Args:
-        generator: The generator, which knows the models of metrics.
+        generator: The generator, which has the options of the models.
         known: The metrics of the experiment.
     """
     spec = getattr(generator, "surrogate_spec", None)
@@ -132,13 +144,13 @@ def _check_metrics(generator: Any, known: set[str]) -> None:
 
 
 def _failed_arms(adapter: Adapter) -> dict[str, Arm]:
-    """The arms of failed trials by their signatures."""
-    trials = adapter._experiment.trials_by_status[TrialStatus.FAILED]
+    """The arms of failed trials, by signature."""
+    trials = experiment_of(adapter).trials_by_status[TrialStatus.FAILED]
     return {arm.signature: arm for trial in trials for arm in trial.arms}
 
 
 def _without_validity(data: ObservationData) -> ObservationData:
-    """Predictions of metrics alone."""
+    """Remove the predictions of validity."""
     keep = [i for i, name in enumerate(data.metric_signatures) if name != VALIDITY]
     return ObservationData(
         metric_signatures=[data.metric_signatures[i] for i in keep],
@@ -148,14 +160,14 @@ def _without_validity(data: ObservationData) -> ObservationData:
 
 
 class SequentialGenerators(GeneratorRegistryBase):
-    """The generators of `seqgp.ax.generation_strategy`, as Ax names its own in `Generators`."""
+    """The generators of `seqgp.ax.generation_strategy`, like Ax's own `Generators`."""
 
     INITIAL = "seqgp_Sobol"
     BOTORCH = "seqgp_BoTorch"
 
     @property
     def GENERATOR_KEY_TO_GENERATOR_SETUP(self) -> dict[str, GeneratorSetup]:
-        """What each of them is made of."""
+        """The adapters, generators and transforms."""
         return _SETUPS
 
 

@@ -1,7 +1,7 @@
-r"""Predictions of a model that does not change any more, as fast as tensors allow.
+r"""Fast predictions of a model that does not change.
 
-An acquisition function is evaluated a hundred times with the same model. What depends on the model
-alone is taken from it once:
+An acquisition function is evaluated many times with the same model. Everything that depends on the
+model alone is computed once:
 
 .. math::
     A_x = L^{-1} k(Z, x), \qquad E[f_x] = \mu(x) + A_x^T \bar v, \qquad
@@ -9,9 +9,9 @@ alone is taken from it once:
 
 with :math:`L L^T = K_{zz}`, and :math:`q(v) = N(\bar v, (R R^T)^{-1})` the whitened posterior.
 
-Noisy expected improvement asks for the joint posterior of each candidate with all the good points
-so far, of which there may be hundreds in an experiment that has converged. What concerns these
-alone is computed once, not once a candidate.
+Noisy expected improvement needs the joint posterior of each candidate and all good points so far,
+of which there may be hundreds in an experiment that has converged. Whatever depends on these points
+alone is computed once, not once per candidate.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Predictor:
-    """A model as it is now; later changes of it are not seen.
+    """Predictions of a model as it is now. Later changes of the model have no effect.
 
-    Rows that are the same in a whole batch, and are inputs that the model was trained with, count
-    as constants: a gradient with respect to them is that of the batch, not of its members.
+    Rows that are training inputs of the model and the same in the whole batch are treated as
+    constants: a gradient with respect to them is that of the batch, not of its members.
 
     Args:
         model: A model of one output, one latent function and no batch shape, not conditioned.
@@ -64,7 +64,7 @@ class Predictor:
 
         Args:
             X: The inputs, transformed.
-            num_common: What `num_common` says of them, if it has been asked.
+            num_common: The result of `num_common` for these inputs, if known.
         """
         k = self.num_common(X) if num_common is None else num_common
         mean, explained, left = self._features(X[..., k:, :])
@@ -85,7 +85,11 @@ class Predictor:
         return MultivariateNormal(torch.cat([common_mean.expand(*batch, k), mean], -1), covariance)
 
     def num_common(self, X: Tensor) -> int:
-        """How many inputs, from the first on, a whole batch has in common with the training set."""
+        """The number of leading inputs that are training inputs and the same in the whole batch.
+
+        Args:
+            X: ``... x n x d`` inputs.
+        """
         if X.dim() == 2 or X.numel() == 0 or X.shape[:-2].numel() == 1:
             return 0
         members = X.detach().reshape(-1, *X.shape[-2:])

@@ -12,7 +12,6 @@ from ax.adapter.transforms.derelativize import Derelativize
 from ax.adapter.transforms.map_key_to_float import MapKeyToFloat
 from ax.api.client import Client
 from ax.core.experiment_status import ExperimentStatus
-from ax.core.observation import ObservationFeatures
 from ax.core.parameter import ChoiceParameter
 from ax.core.search_space import SearchSpace
 from ax.core.trial_status import TrialStatus
@@ -27,6 +26,7 @@ from botorch.acquisition.acquisition import AcquisitionFunction
 
 from seqgp.ax.acquisition import ValidAcquisition, validity_of
 from seqgp.ax.adapters import SequentialAdapter, SequentialGenerators
+from seqgp.ax.internals import adapter_of, experiment_of
 from seqgp.ax.model import GROWTH, LIKELIHOODS, MAX_INDUCING, AxSequentialGP
 from seqgp.ax.transforms import (
     VALIDITY,
@@ -37,7 +37,7 @@ from seqgp.ax.transforms import (
 )
 from seqgp.validation import check_instance
 
-#: A likelihood by name; of a binomial metric, with its total or the metric that holds it.
+#: The name of a likelihood; of a binomial metric, a pair of the name and the total (or its metric).
 Likelihood = str | tuple[str, int | str]
 
 _NODE = "SequentialGP"
@@ -56,31 +56,31 @@ def generation_strategy(
     botorch_acqf_class: type[AcquisitionFunction] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
 ) -> GenerationStrategy:
-    """What to give to Ax's ``client.set_generation_strategy``.
+    """A generation strategy for Ax's ``client.set_generation_strategy``.
 
-    Quasi-random trials first, then BoTorch with a `SequentialGP` for each metric. Trials that have
-    failed teach where not to look: candidates are worth what Ax takes them to be worth, times the
-    probability that they are valid.
+    Quasi-random trials first, then BoTorch with a `SequentialGP` for each metric. A classifier
+    learns from failed trials: the acquisition value of a candidate is multiplied by the probability
+    that it is valid.
 
     Args:
-        likelihoods: What metrics are, unless Gaussian: ``"poisson"`` for counts, ``"bernoulli"``
-            for outcomes 0 and 1, ``("binomial", total)`` for rates of success out of a total, a
-            number or the name of a metric that holds it in each trial. Such metrics are learnt as
-            they are reported, and objectives and constraints are about what is expected of them.
-        failures: Names of the statuses of trials that are failures; none for Ax's own way, which
-            is to forget about failed trials, and to wait for abandoned ones for ever.
-        num_initial: The number of trials before models are used, failed ones included.
-        min_valid: The number of valid ones that there must be among them.
+        likelihoods: Likelihoods of metrics that are not Gaussian: ``"poisson"`` for counts,
+            ``"bernoulli"`` for outcomes 0 and 1, ``("binomial", total)`` for rates of success. The
+            total is a number, or the name of a metric that has it for each trial. These metrics are
+            not transformed, and objectives and constraints refer to their expected values.
+        failures: Names of the statuses of failed trials. If empty, failures are treated as Ax does:
+            failed trials are ignored, and abandoned trials are pending forever.
+        num_initial: The number of trials before models are used, including failed ones.
+        min_valid: The minimum number of valid trials before models are used.
         center: Whether the first trial is the centre of the search space, as in Ax.
-        stream: Whether models are updated with new data where possible, instead of being fitted
-            from scratch each time. This looks at attributes of Ax that are not public; where they
-            are missing, models are fitted.
-        max_inducing: The largest number of inducing points of each model.
-        seed: Of the quasi-random trials.
+        stream: Whether models are updated with new data if possible, instead of being fitted from
+            scratch each time. This uses attributes of Ax that are not public; if they are missing,
+            models are fitted.
+        max_inducing: The maximum number of inducing points of each model.
+        seed: Seed of the quasi-random trials.
         torch_device: The device of all tensors.
-        botorch_acqf_class: An acquisition function instead of Ax's choice; a logarithm, or
-            nowhere negative.
-        optimizer_options: For the optimisation of the acquisition function (``num_restarts``,
+        botorch_acqf_class: An acquisition function that replaces Ax's choice. Its values must be
+            logarithms or nonnegative.
+        optimizer_options: Options for optimising the acquisition function (``num_restarts``,
             ``raw_samples``, ``options``).
 
     Example:
@@ -127,7 +127,7 @@ def generation_strategy(
     shared = {"stream": stream, "max_inducing": max_inducing}
     configs[VALIDITY] = {"likelihood_name": "bernoulli", "jumps": True}
     for total in [options.get("total_count") for options in configs.values()]:
-        if isinstance(total, str):  # a count, too
+        if isinstance(total, str):  # a metric, which is a count
             configs.setdefault(total, {"likelihood_name": "poisson"})
     raw = [name for name, options in configs.items() if options]
     held = {"raw_metrics": raw, "growth": GROWTH if stream else 0.0}
@@ -186,7 +186,7 @@ def _options(metric: str, given: Likelihood) -> dict[str, Any]:
     if name not in LIKELIHOODS or len(total) != (name == "binomial"):
         names = ", ".join(map(repr, LIKELIHOODS))
         raise ValueError(
-            f"likelihoods: expected one of {names} for {metric!r}, binomial with its total as in "
+            f"likelihoods: expected one of {names} for {metric!r}, with a total for binomial as in "
             f"('binomial', 20); got {given!r}."
         )
     if name == "gaussian":
@@ -205,7 +205,7 @@ def _model_config(options: dict[str, Any]) -> ModelConfig:
 def _initial_node(
     num_initial: int, min_valid: int, failures: list[str], seed: int | None
 ) -> GenerationNode:
-    """Quasi-random trials until there are enough, and among them enough that are valid."""
+    """Quasi-random trials until there are enough trials, and enough valid ones."""
     failed = [TrialStatus.FAILED, TrialStatus.ABANDONED]
     forgotten = [status for status in failed if status.name not in failures]
     return GenerationNode(
@@ -242,7 +242,7 @@ def _initial_node(
 
 
 def _check_parameters(search_space: SearchSpace, points: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless points have all parameters of a search space, with values that there are."""
+    """Raise unless points have all parameters of a search space, with possible values."""
     for point in points:
         check_instance(point, Mapping, "points", optional=False)
         for name, parameter in search_space.tunable_parameters.items():
@@ -259,20 +259,20 @@ def _check_parameters(search_space: SearchSpace, points: Sequence[Mapping[str, A
             if name not in search_space.parameters:
                 near = difflib.get_close_matches(name, search_space.parameters, n=1)
                 raise ValueError(
-                    f"points: {name!r} is no parameter of the experiment"
+                    f"points: {name!r} is not a parameter of the experiment"
                     f"{f'; did you mean {near[0]!r}?' if near else '.'}"
                 )
 
 
 def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How probable it is that trials do not fail, according to the models of the last trial.
+    """The probability that trials do not fail, according to the models of the last trial.
 
     Args:
         client: A client with the `generation_strategy` of this module.
-        points: Parameters, one mapping a trial.
+        points: Parameters by name, one mapping per trial.
 
     Returns:
-        A probability for each; as long as no trial has failed, one.
+        A probability for each point. It is one if no trial has failed yet.
 
     Example:
         >>> from ax.api.client import Client
@@ -294,21 +294,18 @@ def probability_of_validity(client: Client, points: Sequence[Mapping[str, Any]])
         >>> low > high
         True
     """
-    adapter = client._generation_strategy.adapter
+    adapter = adapter_of(client)
     if not isinstance(adapter, SequentialAdapter):
         raise RuntimeError(
-            "There is no model yet, or another generation strategy: ask for trials beyond the "
-            "initial ones of seqgp.ax.generation_strategy first, which last until there are "
-            "num_initial of them and min_valid that have not failed."
+            "There is no model yet, or the client has another generation strategy. Models are used "
+            "after the initial trials of seqgp.ax.generation_strategy: num_initial of them, and at "
+            "least min_valid that have not failed. Ask for further trials first."
         )
-    _check_parameters(client._experiment.search_space, points)
+    _check_parameters(experiment_of(client).search_space, points)
     model, _ = validity_of(adapter.botorch_surrogate)
     if model is None:
         return [1.0] * len(points)
-    features = [ObservationFeatures(parameters=dict(point)) for point in points]
-    for transform in adapter.transforms.values():
-        features = transform.transform_observation_features(features)
-    X = adapter._transform_observation_features(features).to(model.observed.X)
+    X = adapter.model_inputs(points).to(model.observed.X)
     with torch.no_grad():
         posterior: Any = model.posterior(X.unsqueeze(-2))
         return posterior.mean.flatten().tolist()

@@ -1,4 +1,4 @@
-"""Ax's transforms of data: failures as data, and metrics that are to be left as they are."""
+"""Ax's transforms of data: failures as data, and metrics that are not transformed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ax.core.search_space import SearchSpace
 from ax.core.trial_status import TrialStatus
 from ax.storage.transform_registry import register_transform
 
+from seqgp.ax.internals import experiment_of, optimization_config_of
+
 if TYPE_CHECKING:
     from ax.adapter.base import Adapter
 
@@ -25,8 +27,8 @@ VALIDITY = "seqgp_valid"
 class LearnFailures(Transform):
     """Adds an outcome `VALIDITY` to the data: 0 for failed trials, 1 for all others with data.
 
-    Ax drops trials that fail. Here their parameters join the data, and nothing but the new outcome
-    is known about them. As long as nothing has failed, nothing is added.
+    Ax ignores failed trials. Here their parameters are part of the data, with no other outcome than
+    the new one. If no trial has failed, nothing is added.
 
     The configuration has ``statuses``, the names of the statuses that are failures.
     """
@@ -35,7 +37,7 @@ class LearnFailures(Transform):
         """Add the outcome, and rows for failed trials.
 
         Args:
-            experiment_data: Parameters and outcomes, one row a trial.
+            experiment_data: Parameters and outcomes, one row per trial.
         """
         observations, arms = experiment_data.observation_data, experiment_data.arm_data
         failed = self._failed_trials()
@@ -51,8 +53,8 @@ class LearnFailures(Transform):
         if new:
             index = pd.MultiIndex.from_tuples(new, names=arms.index.names)
             arms = pd.concat([arms, pd.DataFrame([rows[key] for key in new], index=index)])
-            # Of outcomes over time (a third level): a trial that failed did so at the last step,
-            # or else it would look as if it were the step that matters.
+            # With outcomes over time (a third level of the index), place failures at the last step.
+            # At another step, they would seem to depend on the step.
             last = [level.max() for level in observations.index.levels[2:]]
             index = pd.MultiIndex.from_tuples(
                 [(*key, *last) for key in new], names=observations.index.names
@@ -67,9 +69,9 @@ class LearnFailures(Transform):
 
     def _failed_trials(self) -> list[BaseTrial]:
         if self.adapter is None:
-            raise ValueError("adapter: LearnFailures needs one, to know which trials have failed.")
+            raise ValueError("adapter: required by LearnFailures, to find failed trials.")
         statuses: Any = self.config.get("statuses", ("FAILED", "ABANDONED"))
-        trials = self.adapter._experiment.trials_by_status
+        trials = experiment_of(self.adapter).trials_by_status
         return [trial for name in statuses for trial in trials[TrialStatus[name]]]
 
     def _is_in_design(self, parameters: Any) -> bool:
@@ -77,37 +79,37 @@ class LearnFailures(Transform):
         return self.adapter.model_space.check_membership(parameters)
 
 
-class _Held(Transform):
-    """Statistics that are kept until the data have grown by a factor.
+class HeldStatistics(Transform):
+    """A transform whose statistics are held until the data have grown by a factor.
 
-    A transform whose statistics follow every new value changes all old values, too, and a model
-    that has learnt these would have to start again.
+    Statistics of all data change with each new value, and with them all transformed old values.
+    Then a model that has learnt the old values would have to be fitted from scratch.
     """
 
     _statistics: tuple[str, ...] = ()
     num_rows: int
-    _about: Any
+    about: Any
 
     def _hold(self, experiment_data: ExperimentData | None, adapter: Adapter | None) -> None:
-        """Take over what the previous transform of the same kind had found out, if it will do."""
+        """Copy the statistics of the previous transform of this class, if data are similar."""
         growth = float(self.config.get("growth", 0.0))  # type: ignore[arg-type]
         self.num_rows = 0 if experiment_data is None else len(experiment_data.observation_data)
         metrics = None if experiment_data is None else set(experiment_data.metric_signatures)
-        self._about = metrics, None if adapter is None else adapter._optimization_config
+        self.about = metrics, None if adapter is None else optimization_config_of(adapter)
         previous = None if adapter is None else adapter.transforms.get(type(self).__name__)
-        if not isinstance(previous, _Held) or previous._about != self._about:
+        if not isinstance(previous, HeldStatistics) or previous.about != self.about:
             return
         if previous.num_rows <= self.num_rows <= growth * previous.num_rows:
             for name in (*self._statistics, "num_rows"):
                 setattr(self, name, getattr(previous, name))
 
     def _raw_metrics(self) -> set[str]:
-        """Metrics that are left as they are."""
+        """Metrics that are not transformed."""
         return {*self.config.get("raw_metrics", ()), VALIDITY}  # type: ignore[misc]
 
 
-class StreamStandardizeY(_Held, StandardizeY):
-    """Ax's `StandardizeY` for some metrics, with statistics that are held for a while."""
+class StreamStandardizeY(HeldStatistics, StandardizeY):
+    """Ax's `StandardizeY` for some metrics, with statistics that are held."""
 
     _statistics = ("Ymean", "Ystd")
 
@@ -124,8 +126,8 @@ class StreamStandardizeY(_Held, StandardizeY):
         self._hold(experiment_data, adapter)
 
 
-class StreamWinsorize(_Held, Winsorize):
-    """Ax's `Winsorize` for some metrics, with limits that are held for a while."""
+class StreamWinsorize(HeldStatistics, Winsorize):
+    """Ax's `Winsorize` for some metrics, with limits that are held."""
 
     _statistics = ("cutoffs",)
 
@@ -142,7 +144,7 @@ class StreamWinsorize(_Held, Winsorize):
         self._hold(experiment_data, adapter)
 
 
-class StreamBilogY(_Held, BilogY):
+class StreamBilogY(HeldStatistics, BilogY):
     """Ax's `BilogY` for some metrics."""
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Likelihoods: those that GPyTorch lacks, and what this library needs to know of any.
+"""Likelihoods that GPyTorch does not have, and functions of any likelihood.
 
 * `discrete`: binomial, overdispersed binomial and ordinal likelihoods;
-* `traits`: is it conjugate, log-concave, of one latent function?
-* `expectations`: expected log probabilities and their derivatives; `softmax` has those of a choice
-  between classes, `quadrature` the nodes and weights that all of them share;
-* `predictive`: log predictive densities.
+* `traits`: whether a likelihood is conjugate, log-concave, or of one latent function;
+* `expectations`: expected log probabilities and their derivatives; `softmax` has those of softmax
+  likelihoods, `quadrature` the nodes and weights;
+* `predictive`: log predictive densities, and moments of observations.
 """
 
 from seqgp.likelihoods import softmax as _softmax  # registers its rules  # noqa: F401

@@ -1,4 +1,4 @@
-"""Non-Gaussian likelihoods: counts out of a total, overdispersed or not, and ordered categories."""
+"""Likelihoods of counts out of a total (overdispersed or not) and of ordered categories."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from gpytorch.constraints import GreaterThan, Interval, Positive
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.priors import Prior
 from torch import Tensor
 from torch.distributions import Binomial, Categorical, constraints
 
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial, log_prob_and_slope
-from seqgp.likelihoods.quadrature import likelihood_nodes
+from seqgp.likelihoods.quadrature import OneDimensionalLikelihood, likelihood_nodes
 
 __all__ = ["BinomialLikelihood", "OrdinalLikelihood", "OverdispersedBinomialLikelihood"]
 
@@ -26,11 +25,11 @@ _LOG_CDF: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _QuadratureLikelihood(_OneDimensionalLikelihood, ABC):
+class _QuadratureLikelihood(OneDimensionalLikelihood, ABC):
     """A one-dimensional likelihood with a link, integrated by Gauss-Hermite quadrature.
 
-    Unlike its base class it passes keyword arguments on in `log_marginal`, which cannot underflow,
-    and keeps the dimension of the nodes apart from the observations' batch dimensions.
+    Unlike in its base class, `log_marginal` cannot underflow and accepts keyword arguments, and the
+    dimension of the nodes is separate from the batch dimensions of the observations.
     """
 
     batch_shape: torch.Size = _NO_BATCH
@@ -124,7 +123,12 @@ class BinomialLikelihood(_QuadratureLikelihood):
         return Binomial(total_count=total_count, logits=logits)  # which checks both
 
     def totals(self, f: Tensor, total_count: int | Tensor | None) -> Tensor:
-        """The totals of a call, or else those of the constructor."""
+        """The totals of a call, or by default those of the constructor.
+
+        Args:
+            f: Latent values, which determine the dtype and device.
+            total_count: The totals of the call, if any.
+        """
         total_count = self.total_count if total_count is None else total_count
         if total_count is None:
             raise ValueError(
@@ -136,23 +140,23 @@ class BinomialLikelihood(_QuadratureLikelihood):
 
 
 class OverdispersedBinomialLikelihood(BinomialLikelihood):
-    r"""Counts :math:`y` out of a total :math:`N` that vary more than binomial ones.
+    r"""Counts :math:`y` out of a total :math:`N` that vary more than binomial counts.
 
-    Each observation has log odds of its own, which scatter around the latent function:
+    The log odds of each observation differ from the latent function by an independent term:
 
     .. math::
         y \mid h \sim \operatorname{Binomial}(N, \sigma(h)), \qquad
         h = f + \epsilon, \qquad \epsilon \sim N(0, s^2).
 
-    The nugget :math:`s^2` is learnt. It is what neighbouring places with the same covariates do
-    not have in common. Without it a model of large counts takes their scatter for signal, and its
-    lengthscales shrink. :math:`\epsilon` is integrated out (`LogitNormalBinomial`), and the
+    The nugget :math:`s^2` is learnt. It is the variance between locations with the same inputs.
+    Without it, a model of large counts mistakes this variance for signal, and its lengthscales
+    become too short. The term :math:`\epsilon` is integrated out (`LogitNormalBinomial`), and the
     likelihood remains log-concave.
 
     Args:
         total_count: The total(s) :math:`N`, as for `BinomialLikelihood`.
         nugget_prior: Prior of :math:`s^2`.
-        nugget_constraint: Its constraint (default: greater than 1e-4, from 0.5).
+        nugget_constraint: Constraint of :math:`s^2` (default: greater than 1e-4, initially 0.5).
         batch_shape: The batch shape ``b`` of the nugget.
 
     Example:
@@ -176,7 +180,10 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
         self.register_constraint("raw_nugget", nugget_constraint or constraint)
         if nugget_prior is not None:
             self.register_prior(
-                "nugget_prior", nugget_prior, lambda m: m.nugget, lambda m, v: m._set_nugget(v)
+                "nugget_prior",
+                nugget_prior,
+                lambda m: m.nugget,
+                lambda m, v: m.initialize(nugget=v),
             )
 
     @property
@@ -186,9 +193,6 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
 
     @nugget.setter
     def nugget(self, value: float | Tensor) -> None:
-        self._set_nugget(value)
-
-    def _set_nugget(self, value: float | Tensor) -> None:
         value = torch.as_tensor(value, dtype=self.raw_nugget.dtype, device=self.raw_nugget.device)
         self.initialize(raw_nugget=self.raw_nugget_constraint.inverse_transform(value))
 
@@ -218,7 +222,7 @@ class OverdispersedBinomialLikelihood(BinomialLikelihood):
         total_count: int | Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        r""":math:`\log \mathbb E_{q(f)}[p(y \mid f)]`, ``... x n``: the two normals add up."""
+        r""":math:`\log \mathbb E_{q(f)}[p(y \mid f)]`, ``... x n``: the two variances add up."""
         totals = self.totals(function_dist.mean, total_count)
         variance = function_dist.variance + self.nugget
         return log_prob_and_slope(observations, totals, function_dist.mean, variance)[0]
@@ -248,7 +252,7 @@ class OrdinalLikelihood(_QuadratureLikelihood):
         batch_shape: The batch shape ``b`` of the parameters.
         learn_scale: Whether :math:`s` is a parameter, rather than a buffer.
         scale_prior: Prior of :math:`s`, if learned.
-        scale_constraint: Constraint of :math:`s`, if learned (default: `Positive`, from 1).
+        scale_constraint: Constraint of :math:`s`, if learned (default: `Positive`, initially 1).
         cutpoints: Initial cutpoints ``(b) x (K - 1)``. By default they make the classes equally
             likely under :math:`f \sim \mathcal N(0, 1)` (approximately so for the logit link).
 

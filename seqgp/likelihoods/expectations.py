@@ -24,24 +24,32 @@ from gpytorch.likelihoods import (
     NegativeBinomialLikelihood,
     PoissonLikelihood,
 )
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
-from seqgp.likelihoods.quadrature import NUM_BASE_SAMPLES, base_samples, likelihood_nodes
+from seqgp.likelihoods.quadrature import (
+    NUM_BASE_SAMPLES,
+    OneDimensionalLikelihood,
+    base_samples,
+    likelihood_nodes,
+)
 from seqgp.likelihoods.traits import has_one_latent, observation_noise
 
 
 def rule_for(
     function: Any, *kinds: type[Likelihood]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a rule for likelihoods as GPyTorch ships them.
+    """Register a rule for classes of likelihoods, but not for subclasses that override `forward`.
 
-    A subclass with a `forward` of its own, another link say, is another likelihood: it gets the
-    generic rule, or one that is registered for itself.
+    A subclass with its own `forward`, for example with another link, is another likelihood. It gets
+    the generic rule, or a rule registered for itself.
+
+    Args:
+        function: A `singledispatch` function.
+        kinds: The classes of likelihoods.
     """
 
     def register(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,11 +73,11 @@ def expected_log_prob(
 ) -> Tensor:
     r""":math:`E_{N(m, v)}[\log p(y | f)]` per target, deterministic for every likelihood.
 
-    Likelihoods of one latent use GPyTorch's closed forms and Gauss-Hermite quadrature, except
-    where we can do better: the Laplace likelihood, which has a kink, has a closed form, and the
-    quadrature of Bernoulli, Poisson and negative binomial likelihoods is of our own
-    `conditional_log_prob`. All others, for which GPyTorch draws new samples at each call, use one
-    fixed set of `NUM_BASE_SAMPLES` quasi-Monte-Carlo base samples.
+    Likelihoods of one latent use GPyTorch's closed forms and Gauss-Hermite quadrature, with two
+    exceptions: the Laplace likelihood, which has a kink, has a closed form, and quadrature of
+    Bernoulli, Poisson and negative binomial likelihoods uses our own `conditional_log_prob`. All
+    others, for which GPyTorch draws new samples at each call, use one fixed set of
+    `NUM_BASE_SAMPLES` quasi-Monte-Carlo base samples.
 
     Args:
         likelihood: A GPyTorch likelihood.
@@ -100,7 +108,7 @@ def _laplace_log_prob(
 
     With :math:`d = y - m`,
     :math:`E|y - f| = d \operatorname{erf}(d / \sqrt{2v}) + \sqrt{2v/\pi} \exp(-d^2 / 2v)`.
-    Quadrature would put the kink of :math:`|y - f|` between nodes, and make the derivatives jump.
+    With quadrature, the kink of :math:`|y - f|` would make the derivatives jump.
     """
     scale = likelihood.noise.sqrt()
     difference = targets - mean
@@ -111,7 +119,7 @@ def _laplace_log_prob(
 
 @rule_for(expected_log_prob, BernoulliLikelihood, PoissonLikelihood, NegativeBinomialLikelihood)
 def _quadrature_log_prob(
-    likelihood: _OneDimensionalLikelihood,
+    likelihood: OneDimensionalLikelihood,
     targets: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -130,9 +138,9 @@ def expectations(
     r"""Expected log probability, :math:`\alpha` and :math:`\beta` under :math:`N(m, v)`.
 
     Dispatches on the likelihood's type: closed forms for Gaussian likelihoods, closed-form
-    derivatives for Bernoulli and Poisson, and for everything else the derivatives of
-    `expected_log_prob` by automatic differentiation. All of them are themselves differentiable
-    with respect to mean and variance. Register a faster rule for a likelihood of your own with
+    derivatives for Bernoulli, Poisson and binomial ones, and for all others the derivatives of
+    `expected_log_prob` by automatic differentiation. All results are differentiable with respect to
+    mean and variance. Register a faster rule for your own likelihood with
     ``@expectations.register(MyLikelihood)``.
 
     Args:
@@ -151,7 +159,7 @@ def expectations(
         # The derivatives are per observation: each needs a mean and a variance of its own.
         mean, variance = per_target(likelihood, targets, mean, variance)
         mean, variance = mean.clone(), resolved(variance)
-        if mean.numel() == 0:  # which not all distributions know how to deal with
+        if mean.numel() == 0:  # not all distributions support this
             log_prob = mean if has_one_latent(likelihood) else mean[..., 0]
             return Expectations(log_prob, mean, variance)
         for tensor in (mean, variance):
@@ -175,9 +183,9 @@ def _gaussian(
     variance: Tensor,
     **kwargs: Any,
 ) -> Expectations:
-    r""":math:`\alpha = (y - m) / \sigma^2`, :math:`\beta = 1 / \sigma^2`, whatever q is.
+    r""":math:`\alpha = (y - m) / \sigma^2` and :math:`\beta = 1 / \sigma^2` for any :math:`q`.
 
-    ``beta`` keeps the batch shape of the noise: fantasies that differ only in their targets share
+    ``beta`` has the batch shape of the noise: fantasies that differ only in their targets share
     their covariance.
     """
     noise = observation_noise(likelihood, mean.shape[-1], **kwargs)
@@ -186,7 +194,7 @@ def _gaussian(
     return Expectations(log_prob, residual / noise, noise.reciprocal())
 
 
-# The masking of NaN targets is in GPyTorch's `expected_log_prob`: use it.
+# GPyTorch's `expected_log_prob` masks NaN targets.
 expectations.register(GaussianLikelihoodWithMissingObs, expectations.dispatch(object))
 
 
@@ -207,8 +215,8 @@ def _bernoulli(
 def _inverse_mills_ratio(x: Tensor, log_cdf: Tensor) -> Tensor:
     r""":math:`\phi(x) / \Phi(x)`, given :math:`\log\Phi(x)`.
 
-    So far in the left tail that the logarithms, of order :math:`x^2`, leave no digits to their
-    difference, the asymptotic series :math:`|x| + 1/|x| - 2/|x|^3` does.
+    Far in the left tail, where the difference of logarithms of order :math:`x^2` has no digits
+    left, this is the asymptotic series :math:`|x| + 1/|x| - 2/|x|^3`.
     """
     log_ratio = -0.5 * x.square() - 0.5 * math.log(2 * math.pi) - log_cdf
     tail = torch.finfo(x.dtype).eps ** (-1 / 6)  # where the series' next term vanishes
@@ -270,7 +278,7 @@ def _overdispersed_binomial(
     total_count: int | Tensor | None = None,
     **kwargs: Any,
 ) -> Expectations:
-    """The slope of the log probability comes with it."""
+    """`log_prob_and_slope` computes the slope of the log probability, too."""
     nodes, weights = likelihood_nodes(likelihood, max(mean.dim(), targets.dim()), mean)
     spread = resolved(variance).sqrt()
     N, f = likelihood.totals(mean, total_count), mean + spread * nodes
@@ -294,16 +302,29 @@ def _from_slopes(
 def per_target(
     likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance, expanded to the batch shape of the targets."""
+    """Expand mean and variance to the batch shape of the targets.
+
+    Args:
+        likelihood: The likelihood.
+        targets: ``... x n`` targets.
+        mean: ``... x n [x c]`` means.
+        variance: ``... x n [x c]`` variances.
+    """
     latents = () if has_one_latent(likelihood) else mean.shape[-1:]
     shape = torch.broadcast_shapes((*targets.shape, *latents), mean.shape, variance.shape)
     return mean.expand(shape), variance.expand(shape)
 
 
 def resolved(variance: Tensor) -> Tensor:
-    """The variance, or the smallest at which quadrature can see a curvature, as a new tensor.
+    """Clamp the variance to the smallest value for which quadrature resolves the curvature.
 
-    Below it GPyTorch clamps, and the derivative with respect to the variance would be zero.
+    GPyTorch clamps smaller variances, and then the derivative with respect to them is zero.
+
+    Args:
+        variance: ``...`` variances.
+
+    Returns:
+        A new tensor ``...``.
     """
     return variance.clamp_min(settings.min_variance.value(variance.dtype))
 
@@ -312,10 +333,16 @@ def resolved(variance: Tensor) -> Tensor:
 def conditional_log_prob(
     likelihood: Likelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
-    """``log p(y | f)`` at samples ``s x ... x n [x c]`` of the latents.
+    """The log probability ``log p(y | f)`` of targets given samples of the latents.
 
-    GPyTorch's, but for likelihoods whose probabilities or rates underflow: those of Bernoulli,
-    Poisson and negative binomial are finite for every latent value.
+    By default this is GPyTorch's, which underflows for extreme latent values of Bernoulli, Poisson
+    and negative binomial likelihoods. The rules for these are finite everywhere.
+
+    Args:
+        likelihood: A GPyTorch likelihood.
+        targets: ``... x n`` targets.
+        samples: ``s x ... x n [x c]`` latent values.
+        kwargs: Per-point arguments of the likelihood.
     """
     return likelihood.forward(samples, **kwargs).log_prob(targets)
 
@@ -324,7 +351,7 @@ def conditional_log_prob(
 def _probit(
     likelihood: BernoulliLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Not GPyTorch's `log_normal_cdf`, which is off by up to 2e-3."""
+    """Without GPyTorch's `log_normal_cdf`, which has errors of up to 2e-3."""
     return torch.special.log_ndtr((2 * targets - 1) * samples)
 
 
@@ -342,8 +369,8 @@ def _overdispersed_count(
 ) -> Tensor:
     r""":math:`\log\Gamma(k + y) - \log\Gamma(k) - \log y! + k \log(1 - p) + y \log p`.
 
-    With :math:`-\log\Gamma(k) = \log k - \log\Gamma(1 + k)`, and nothing of both if
-    :math:`y = 0`, no term has a pole at :math:`k = 0`.
+    No term has a pole at :math:`k = 0`, because :math:`-\log\Gamma(k) = \log k -
+    \log\Gamma(1 + k)`, and the first two terms cancel if :math:`y = 0`.
     """
     probs = likelihood.probs.clamp(1e-6, 1 - 1e-6)  # as GPyTorch does
     odds = 1.0 if likelihood.num_failures_param else (1 - probs) / probs
@@ -356,7 +383,7 @@ def _overdispersed_count(
 
 
 def _softplus(f: Tensor) -> tuple[Tensor, Tensor]:
-    """``log(1 + e^f)``, kept from underflow, and its logarithm, which is ``f`` far below zero."""
+    """``log(1 + e^f)`` without underflow, and its logarithm, which is ``f`` far below zero."""
     floor = torch.finfo(f.dtype).eps ** 2
     rate = torch.nn.functional.softplus(f).clamp_min(floor)
     return rate, torch.where(rate > floor, rate.log(), f)

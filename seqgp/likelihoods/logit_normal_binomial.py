@@ -1,4 +1,4 @@
-r"""Counts whose log odds scatter: the logit-normal binomial distribution."""
+"""The logit-normal binomial distribution: counts whose log odds are normally distributed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch.distributions import Binomial, Distribution, constraints
 
 from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
 
-#: Nodes for the integral over the scatter.
+#: Quadrature nodes for the integral over the log odds.
 NUM_NODES = 20
 
 
 class LogitNormalBinomial(Distribution):
-    r"""Counts :math:`y` out of :math:`N` whose log odds are themselves normally distributed.
+    r"""Counts :math:`y` out of :math:`N` whose log odds are normally distributed.
 
     .. math::
         p(y) = \int \binom{N}{y} \sigma(h)^y (1 - \sigma(h))^{N - y} \, N(h; g, s^2) \, dh,
 
-    more dispersed than a binomial distribution, whose variance it exceeds for every :math:`N > 1`.
-    As a function of :math:`g` it is log-concave, being a convolution of log-concave functions.
+    For :math:`N > 1` its variance exceeds that of a binomial distribution. As a function of
+    :math:`g` it is log-concave, because it is a convolution of log-concave functions.
 
     The integral has no closed form. It is evaluated by Gauss-Hermite quadrature around the mode of
     the integrand, scaled by the curvature there. The error of ``log_prob`` is below 1e-7 for
-    :math:`s^2 \le 1`, 1e-5 for :math:`s^2 \le 2` and 1e-4 for :math:`s^2 \le 4`, whatever
-    :math:`N` up to 1,000; the largest errors are those of :math:`y = 0` and :math:`y = N`.
+    :math:`s^2 \le 1`, 1e-5 for :math:`s^2 \le 2` and 1e-4 for :math:`s^2 \le 4`, for all
+    :math:`N` up to 1,000. The errors are largest at :math:`y = 0` and :math:`y = N`.
 
     Args:
         total_count: The totals :math:`N`.
         logits: The centres :math:`g` of the log odds.
-        variance: Their variance :math:`s^2 > 0`. All three broadcast.
+        variance: The variance :math:`s^2 > 0` of the log odds. All three broadcast.
         validate_args: As in `torch.distributions`.
 
     Example:
@@ -86,7 +86,7 @@ class LogitNormalBinomial(Distribution):
         return log_prob_and_slope(value, self.total_count, self.logits, self.variance_of_logits)[0]
 
     def _probability_moments(self) -> tuple[Tensor, Tensor]:
-        """First and second moment of the probability of a success."""
+        """First and second moments of the probability of success."""
         nodes = normal_nodes(self.logits, dim=len(self.batch_shape))
         weights = normal_weights(self.logits)
         p = torch.sigmoid(self.logits + self.variance_of_logits.sqrt() * nodes)
@@ -99,7 +99,7 @@ class LogitNormalBinomial(Distribution):
 
     @property
     def variance(self) -> Tensor:
-        """By the law of total variance."""
+        """The variance of the counts, by the law of total variance."""
         first, second = self._probability_moments()
         N = self.total_count
         return (N * (first - second) + N.square() * (second - first.square())).expand(
@@ -108,7 +108,7 @@ class LogitNormalBinomial(Distribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
-        """Counts: log odds are drawn first, then counts given these."""
+        """Sample log odds, then counts given these."""
         shape = self._extended_shape(torch.Size(sample_shape))
         z = torch.randn(shape, dtype=self.logits.dtype, device=self.logits.device)
         logits = self.logits + self.variance_of_logits.sqrt() * z
@@ -140,7 +140,7 @@ def log_prob_and_slope(
         # An integral over all h, not an expectation: the normal density is divided out.
         log_w = log_w + 0.5 * x.flatten().square() + 0.5 * math.log(2 * math.pi)
         h = mode + scale * x
-        # The nodes stay where they are while g and s^2 move: the sum is an integral at any of them.
+        # The nodes do not depend on g and s^2: the sum approximates the integral for all of them.
         fixed = y * h - N * torch.nn.functional.softplus(h)
         fixed = fixed + (log_w.reshape(-1, *[1] * dim) + scale.log())
         fixed = fixed + (torch.lgamma(N + 1) - torch.lgamma(y + 1) - torch.lgamma(N - y + 1))
@@ -154,8 +154,8 @@ def log_prob_and_slope(
 def _mode(y: Tensor, N: Tensor, g: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     r"""The mode of the integrand, and :math:`(-\partial^2)^{-1/2}` of its logarithm there.
 
-    The root of the increasing function :math:`N \sigma(h) - y + (h - g) / s^2`, by Newton's
-    method inside of a bracket, and to no great accuracy, since it only centres the quadrature.
+    This is the root of the increasing function :math:`N \sigma(h) - y + (h - g) / s^2`, by
+    Newton's method within a bracket. Low accuracy is enough, since it only centres the quadrature.
     """
     low, high = g - (N - y) * variance, g + y * variance
     information = 1 / (1 / (y + 0.5) + 1 / (N - y + 0.5))  # of the counts about their log odds

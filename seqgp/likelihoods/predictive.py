@@ -1,4 +1,7 @@
-r"""Log predictive densities :math:`\log \int p(y | f) N(f; m, v) df`, for any likelihood."""
+r"""Predictive densities and moments of observations, for any likelihood.
+
+Log predictive densities are :math:`\log \int p(y | f) N(f; m, v) df`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from gpytorch.likelihoods import (
     Likelihood,
 )
 from torch import Tensor
+from torch.distributions import Categorical, Distribution
 
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.expectations import conditional_log_prob
@@ -28,8 +32,8 @@ def log_predictive(
 ) -> Tensor:
     """Log predictive density of each target.
 
-    Closed forms for Gaussian and Bernoulli likelihoods, quadrature for others of one latent, and
-    fixed base samples for those of several.
+    In closed form for Gaussian and Bernoulli likelihoods, by quadrature for others of one latent
+    function, and by fixed base samples for those of several.
 
     Args:
         likelihood: A GPyTorch likelihood.
@@ -74,3 +78,22 @@ def _overdispersed_binomial(
 ) -> Tensor:
     totals = likelihood.totals(mean, total_count)
     return log_prob_and_slope(targets, totals, mean, variance + likelihood.nugget)[0]
+
+
+def conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """Mean and variance of observations given the latent function.
+
+    PyTorch has no moments of a categorical distribution; here they are those of the class index.
+
+    Args:
+        distribution: ``p(y | f)``, with batch shape ``...``.
+
+    Returns:
+        Two tensors of shape ``...``.
+    """
+    if isinstance(distribution, Categorical):
+        probs = distribution.probs
+        index = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)
+        mean = (probs * index).sum(-1)
+        return mean, (probs * (index - mean.unsqueeze(-1)).square()).sum(-1)
+    return distribution.mean, distribution.variance

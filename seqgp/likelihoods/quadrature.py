@@ -1,4 +1,4 @@
-r"""Expectations under Gaussians: quadrature for one latent function, fixed samples for several.
+r"""Nodes and weights for Gaussian expectations: quadrature, or fixed samples for several latents.
 
 All nodes :math:`x_k` and weights :math:`w_k` here are for a *standard normal*,
 :math:`E[g(x)] \approx \sum_k w_k \, g(x_k)`, so that the nodes of :math:`N(m, v)` are
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from botorch.sampling.qmc import MultivariateNormalQMCEngine
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+
+# GPyTorch's base class of likelihoods of one latent function, which has no public name.
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood as OneDimensionalLikelihood
 from torch import Tensor
 
-#: Nodes where an integrand is less smooth than a log probability: densities, moments.
+#: Number of nodes for integrands less smooth than a log probability: densities, moments.
 NUM_NODES = 64
 
-#: Base samples for likelihoods of several latents (in antithetic pairs, from a Sobol sequence).
+#: Number of base samples for likelihoods of several latents: antithetic pairs of a Sobol sequence.
 NUM_BASE_SAMPLES = 256
 
 
@@ -36,7 +38,7 @@ def gauss_hermite(num: int, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 @lru_cache(maxsize=64)
 def _log_weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Logarithms of the weights; in float32 the smallest weights themselves are zero."""
+    """Logarithms of the weights; in float32 the smallest weights would underflow."""
     _, weights = np.polynomial.hermite_e.hermegauss(num)
     log_weights = np.log(weights / math.sqrt(2 * math.pi))
     return torch.from_numpy(log_weights).to(dtype=dtype, device=device)
@@ -46,7 +48,7 @@ def normal_nodes(like: Tensor, num: int = NUM_NODES, dim: int | None = None) -> 
     """``num x 1 x ... x 1`` nodes that broadcast against a tensor of ``dim`` dimensions.
 
     Args:
-        like: Gives dtype and device, and the number of dimensions by default.
+        like: A tensor with the dtype and device, and by default the number of dimensions.
         num: The number of nodes.
         dim: The number of dimensions that follow that of the nodes.
     """
@@ -62,16 +64,16 @@ def normal_weights(like: Tensor, num: int = NUM_NODES, log: bool = False) -> Ten
 
 
 def likelihood_nodes(
-    likelihood: _OneDimensionalLikelihood, dim: int, like: Tensor
+    likelihood: OneDimensionalLikelihood, dim: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Nodes and weights of a likelihood's own quadrature, ``k x 1 x ... x 1``.
 
-    Their number is GPyTorch's `num_gauss_hermite_locs` at the time that the likelihood was made.
+    Their number is GPyTorch's `num_gauss_hermite_locs` when the likelihood was constructed.
 
     Args:
         likelihood: The likelihood.
         dim: The number of dimensions that follow that of the nodes.
-        like: Gives dtype and device.
+        like: A tensor with the dtype and device.
     """
     num, shape = len(likelihood.quadrature.weights), (-1, *[1] * dim)
     nodes, weights = gauss_hermite(num, like.dtype, like.device)
@@ -82,10 +84,10 @@ def likelihood_nodes(
 def base_samples(dim: int, num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``num x dim`` standard normal quasi-Monte-Carlo samples, exact for quadratic functions.
 
-    Antithetic pairs make their mean exact, which the estimate of ``beta``, whose summands are of
-    order ``1 / sqrt(v)``, needs for small variances; whitened, their covariance is exact too.
+    Antithetic pairs make their mean exact. The estimate of ``beta``, whose summands are of order
+    ``1 / sqrt(v)``, needs this for small variances. Whitening makes their covariance exact, too.
     """
-    with torch.device("cpu"):  # where BoTorch's engine makes tensors of its own
+    with torch.device("cpu"):  # the engine makes tensors on the default device
         engine = MultivariateNormalQMCEngine(
             mean=torch.zeros(dim, dtype=torch.float64),
             cov=torch.eye(dim, dtype=torch.float64),
@@ -103,8 +105,8 @@ def latent_nodes(mean: Tensor, several_latents: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         mean: ``... x n`` means, or ``... x n x c`` of several latents.
-        several_latents: Whether the last dimension is that of the latents: then the nodes are
-            base samples, all of the same weight.
+        several_latents: Whether the last dimension is that of several latents. Then the nodes are
+            base samples, all with the same weight.
     """
     if not several_latents:
         return normal_nodes(mean), normal_weights(mean, log=True)

@@ -1,6 +1,6 @@
-r"""Softmax: the expectations, sites and bounds of a choice between classes.
+r"""Expectations of softmax likelihoods, and a bound on them.
 
-One latent function a class, :math:`p(y | f) = e^{f_y} / \sum_k e^{f_k}`. Shapes: targets are
+There is one latent function per class, :math:`p(y | f) = e^{f_y} / \sum_k e^{f_k}`. Targets are
 ``... x n``, means and variances ``... x n x c``.
 """
 
@@ -23,7 +23,7 @@ from seqgp.likelihoods.expectations import (
 )
 from seqgp.likelihoods.quadrature import NUM_BASE_SAMPLES, base_samples
 
-#: Elements of the samples of several latents that are worked on together.
+#: Maximum number of elements of samples in a chunk.
 _SAMPLES_AT_A_TIME = 2**17
 
 
@@ -31,7 +31,7 @@ _SAMPLES_AT_A_TIME = 2**17
 def _softmax_log_prob(
     likelihood: SoftmaxLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
-    r""":math:`E[f_y] - E[\log \sum_k e^{f_k}]`, of which only the first term knows the class."""
+    r""":math:`E[f_y] - E[\log \sum_k e^{f_k}]`; only the first term depends on the class."""
     if likelihood.mixing_weights is not None:
         rule: Any = expected_log_prob.dispatch(object)
         return rule(likelihood, targets, mean, variance, **kwargs)
@@ -62,9 +62,10 @@ def _class_index(targets: Tensor, latents: Tensor) -> Tensor:
 
 
 class _ExpectedNormaliser(torch.autograd.Function):
-    """The first of what `softmax_normaliser` returns, without the graph of its samples.
+    """The first result of `softmax_normaliser`, without the graph of its samples.
 
-    Its derivatives are known by the time it is; a derivative of these goes through the samples.
+    The forward pass computes its derivatives, too. Only second derivatives need the graph of the
+    samples.
     """
 
     @staticmethod
@@ -88,8 +89,8 @@ def softmax_normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, 
     On base samples :math:`f_k = m_k + \sqrt{v_k} z_k`, with :math:`p = \nabla s` the classes'
     probabilities, :math:`\partial_{m_k} E[s] = E[p_k]` and
     :math:`2 \partial_{v_k} E[s] = E[p_k z_k] / \sqrt{v_k}`, exactly those of the average. In exact
-    arithmetic the latter is :math:`E[p_k (1 - p_k)] \ge 0`, by Stein's lemma. A few observations
-    at a time, so that their samples stay in the processor's cache.
+    arithmetic the latter is :math:`E[p_k (1 - p_k)] \ge 0`, by Stein's lemma. Observations are
+    processed in chunks whose samples fit in the processor's cache.
 
     Args:
         mean: ``... x n x c``.
@@ -127,7 +128,7 @@ def softmax_normaliser(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, 
 def _softmax(
     likelihood: SoftmaxLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Not through `forward`: it transposes its input whenever ``n`` equals ``c``."""
+    """Without `forward`, which transposes its input if ``n`` equals ``c``."""
     weights = likelihood.mixing_weights
     logits = samples if weights is None else samples @ weights.mT
     log_probs = logits.log_softmax(-1)
@@ -137,9 +138,10 @@ def _softmax(
 def softmax_bound_sites(
     targets: Tensor, mean: Tensor, variance: Tensor, prior_mean: Tensor, iterations: int = 20
 ) -> Sites:
-    r"""Sites of a quadratic lower bound of :math:`\log p(y | f)`, the best one under q.
+    r"""Sites of the best quadratic lower bound of :math:`\log p(y | f)` under :math:`q`.
 
-    By Bouchard (2007) and by Jaakkola and Jordan (2000), for any :math:`a` and :math:`\xi_k`,
+    A site is the Gaussian that replaces the likelihood of an observation, see `seqgp.dual`. By
+    Bouchard (2007) and by Jaakkola and Jordan (2000), for any :math:`a` and :math:`\xi_k`,
 
     .. math::
         \log \sum_k e^{f_k} \le a + \sum_k \log(1 + e^{f_k - a}), \qquad
@@ -147,16 +149,17 @@ def softmax_bound_sites(
 
     with :math:`\lambda(\xi) = \tanh(\xi / 2) / 4 \xi`. The bound is best where
     :math:`\xi_k^2 = v_k + (m_k - a)^2` and
-    :math:`a = (\tfrac12 (\tfrac{c}{2} - 1) + \sum_k \lambda_k m_k) / \sum_k \lambda_k`, which
-    is iterated. The precision :math:`2 \lambda(\xi)` falls off as :math:`1 / 2\xi`, where the
-    curvature of the likelihood vanishes exponentially: what is certain stays certain.
+    :math:`a = (\tfrac12 (\tfrac{c}{2} - 1) + \sum_k \lambda_k m_k) / \sum_k \lambda_k`, a fixed
+    point that is found by iteration. The precision :math:`2 \lambda(\xi)` decreases as
+    :math:`1 / 2\xi`, whereas the curvature of the likelihood vanishes exponentially. So an
+    observation that is certain keeps a precision.
 
     Args:
         targets: ``... x n`` classes.
         mean: ``... x n x c``.
         variance: ``... x n x c``.
-        prior_mean: Like the mean; sites are centred on it.
-        iterations: How often to improve on ``a``.
+        prior_mean: ``... x n x c`` prior means, which sites are relative to.
+        iterations: The number of iterations for ``a``.
     """
     a = mean.logsumexp(-1, keepdim=True)
     for _ in range(iterations):

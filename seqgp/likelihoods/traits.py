@@ -1,4 +1,7 @@
-"""What the rest of the library needs to know about a likelihood."""
+"""Properties of likelihoods.
+
+A *site* is the Gaussian that replaces the likelihood of an observation, see `seqgp.dual`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from gpytorch.likelihoods import (
     PoissonLikelihood,
     SoftmaxLikelihood,
 )
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
 
 _LOG_CONCAVE = (
     BernoulliLikelihood,
@@ -30,28 +33,28 @@ _LOG_CONCAVE = (
 
 
 def has_one_latent(likelihood: Likelihood) -> bool:
-    """Whether the likelihood is one of a single latent function (as against, say, a softmax)."""
-    return is_conjugate(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
+    """Whether the likelihood has a single latent function (a softmax, for example, has several)."""
+    return is_conjugate(likelihood) or isinstance(likelihood, OneDimensionalLikelihood)
 
 
 def precision_floor(likelihood: Likelihood) -> float | None:
-    """The least precision of its sites: zero if the likelihood is log-concave, else ``None``.
+    """The minimum precision of sites: zero if the likelihood is log-concave, else ``None``.
 
-    Others (Student-t, Beta, negative binomial, any that we do not know) ask for negative precisions
-    where they are not log-concave, at an outlier say. With a floor there would be a posterior that
-    maximises no bound. Without, the posterior must be kept from losing all its precision, which is
-    for step sizes to do: `seqgp.dual.natural_gradient.fixed_point`.
+    Other likelihoods (Student-t, Beta, negative binomial, unknown ones) have sites of negative
+    precision where they are not log-concave, for example at an outlier. With a minimum, the
+    posterior would not maximise the evidence lower bound. Without one, step sizes must keep the
+    posterior precision positive: see `seqgp.dual.natural_gradient.fixed_point`.
     """
     return 0.0 if is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE) else None
 
 
 def is_conjugate(likelihood: Likelihood) -> bool:
-    """Whether the sites do not depend on the posterior, so that one step is exact."""
+    """Whether sites do not depend on the posterior, so that one step is exact."""
     return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
 
 
 def has_closed_form(likelihood: Likelihood) -> bool:
-    """Whether all targets are Gaussian observations, none of which may be missing."""
+    """Whether all targets are Gaussian observations, and none can be missing."""
     missing = isinstance(likelihood, GaussianLikelihoodWithMissingObs)
     return is_conjugate(likelihood) and not missing
 
@@ -78,7 +81,7 @@ def observation_noise(
         noise = likelihood.noise_covar.noise
         if noise.shape[-1] not in (1, num_data):
             raise ValueError(
-                f"noise: the likelihood holds the noise of {noise.shape[-1]} points but was given "
+                f"noise: the likelihood has the noise of {noise.shape[-1]} points, but there are "
                 f"{num_data}; pass their noise variances as noise=."
             )
     noise = noise + likelihood.second_noise
@@ -86,12 +89,12 @@ def observation_noise(
 
 
 def summary_noise(likelihood: Likelihood) -> Tensor | None:
-    """The noise variance ``... x 1`` that summaries of this likelihood are kept free of, if any."""
+    """The noise variance ``... x 1`` that summaries do not depend on, ``None`` if there is none."""
     return likelihood.noise if isinstance(likelihood, GaussianLikelihood) else None
 
 
 def is_softmax(likelihood: Likelihood) -> bool:
-    """Whether each class has a latent function of its own, and nothing else is between them."""
+    """Whether each class has its own latent function, without mixing weights."""
     return (
         isinstance(likelihood, SoftmaxLikelihood)
         and type(likelihood).forward is SoftmaxLikelihood.forward

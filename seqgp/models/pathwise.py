@@ -1,14 +1,18 @@
-"""Pathwise (Matheron) samples of BoTorch for our models: functions drawn from the posterior."""
+"""BoTorch's pathwise (Matheron) sampling for `SequentialGP`: sample functions of the posterior.
+
+Importing `seqgp.models` registers the rules below with BoTorch's dispatchers.
+"""
 
 from __future__ import annotations
 
 from types import NoneType
 from typing import Any
 
+import torch
 from botorch.models.transforms.input import InputTransform
-from botorch.sampling.pathwise import GeneralizedLinearPath
+from botorch.sampling.pathwise import GeneralizedLinearPath, KernelEvaluationMap
 from botorch.sampling.pathwise.prior_samplers import DrawKernelFeaturePaths
-from botorch.sampling.pathwise.update_strategies import GaussianUpdate, _gaussian_update_exact
+from botorch.sampling.pathwise.update_strategies import GaussianUpdate
 from botorch.sampling.pathwise.utils import get_input_transform, get_output_transform
 from gpytorch.likelihoods import Likelihood
 from torch import Tensor
@@ -58,11 +62,6 @@ def _gaussian_update(
     extra = sample_values.dim() - 1 - strategy.dual_lam.dim() + 1
     v = strategy.variational_distribution.rsample(sample_values.shape[:extra])
     values = model.mean_module(Z) + (chol @ v.unsqueeze(-1)).squeeze(-1)
-    return _gaussian_update_exact(
-        kernel=model.covar_module,
-        points=Z,
-        target_values=values,
-        sample_values=sample_values,
-        scale_tril=chol,
-        input_transform=input_transform,
-    )
+    weight = torch.cholesky_solve((values - sample_values).unsqueeze(-1), chol).squeeze(-1)
+    features = KernelEvaluationMap(model.covar_module, Z, input_transform=input_transform)
+    return GeneralizedLinearPath(feature_map=features, weight=weight)

@@ -1,9 +1,9 @@
 r"""Posteriors over observations, for likelihoods that are not Gaussian.
 
-BoTorch's samplers hand a posterior standard normal base samples. Here one half of them draws the
-latent function, jointly at all inputs, and the other half the observation given the latent
-function, by inverse CDF: :math:`y = F^{-1}(\Phi(z) \mid f)`. Samples are valid observations (0/1,
-counts, classes), and common base samples mean common random numbers.
+BoTorch's samplers pass standard normal base samples to a posterior. Here the first of them give
+samples of the latent function, jointly at all inputs. The others give observations given the latent
+function, by the inverse CDF: :math:`y = F^{-1}(\Phi(z) \mid f)`. Samples are possible observations
+(0 or 1, counts, classes), and the same base samples give common random numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from botorch.exceptions.errors import UnsupportedError
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.get_sampler import GetSampler
 from botorch.sampling.normal import SobolQMCNormalSampler
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, SoftmaxLikelihood
-from scipy import special, stats  # a dependency of BoTorch
+from scipy import special  # a dependency of BoTorch; `scipy.stats` would take longer to import
 from torch import Tensor
 from torch.distributions import (
     Bernoulli,
@@ -33,20 +34,21 @@ from torch.distributions import (
 
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
+from seqgp.likelihoods.predictive import conditional_moments
 from seqgp.likelihoods.quadrature import latent_nodes
 from seqgp.likelihoods.softmax import softmax_normaliser
 
 
 class ObservationPosterior(Posterior):
-    """The distribution of observations at ``q`` inputs, given by latent Gaussians and a likelihood.
+    """The distribution of observations at ``q`` inputs, for latent Gaussians and a likelihood.
 
     Args:
         latent: ``q(f)``, a posterior over ``... x q x l`` latent values. If the likelihood is an
-            `OverdispersedBinomialLikelihood`, the nugget is part of it.
+            `OverdispersedBinomialLikelihood`, its variance includes the nugget.
         likelihood: The likelihood.
         arguments: Per-point arguments of the likelihood, ``... x q``.
-        several_latents: Whether there is one observation per input of all ``l`` latents together,
-            instead of one of each.
+        several_latents: Whether one observation per input depends on all ``l`` latents, instead of
+            one observation per latent.
 
     Example:
         >>> import torch
@@ -89,18 +91,24 @@ class ObservationPosterior(Posterior):
 
     @property
     def num_outputs(self) -> int:
-        """Observations per input."""
-        return 1 if self.several_latents else self.latent._extended_shape()[-1]
+        """The number ``m`` of observations per input."""
+        return 1 if self.several_latents else self._latent_shape[-1]
 
     def _extended_shape(self, sample_shape: torch.Size = torch.Size()) -> torch.Size:  # noqa: B008
         """The shape of samples, ``sample_shape x ... x q x m``."""
-        shape = self.latent._extended_shape(sample_shape)
-        return torch.Size([*shape[:-1], self.num_outputs])
+        return torch.Size([*sample_shape, *self._latent_shape[:-1], self.num_outputs])
+
+    @property
+    def _latent_shape(self) -> torch.Size:
+        """``... x q x l``, the shape of the latent values."""
+        shape = self.latent.base_sample_shape
+        several = isinstance(self.latent.distribution, MultitaskMultivariateNormal)
+        return shape if several else torch.Size([*shape, 1])
 
     @property
     def base_sample_shape(self) -> torch.Size:
         """``... x q x (l + m)``: base samples of the latents, then of the observations."""
-        *batch, num_latents = self.latent._extended_shape()
+        *batch, num_latents = self._latent_shape
         return torch.Size([*batch, num_latents + self.num_outputs])
 
     @property
@@ -116,13 +124,13 @@ class ObservationPosterior(Posterior):
             base_samples: ``sample_shape x ... x q x (l + m)``.
 
         Returns:
-            ``sample_shape x ... x q x m``. Gradients reach continuous observations through the
-            latents; discrete ones have none.
+            ``sample_shape x ... x q x m``. Continuous observations are differentiable through the
+            latents; discrete ones have no gradient.
         """
         m = self.num_outputs
         latent_base, uniform = base_samples[..., :-m], torch.special.ndtr(base_samples[..., -m:])
-        latent_base = latent_base.expand(*sample_shape, *self.latent._extended_shape())
-        if self.latent.base_sample_shape != self.latent._extended_shape():
+        latent_base = latent_base.expand(*sample_shape, *self._latent_shape)
+        if self.latent.base_sample_shape != self._latent_shape:
             latent_base = latent_base.squeeze(-1)  # GPyTorchPosterior of one output
         f = self.latent.rsample_from_base_samples(sample_shape, latent_base.contiguous())
         conditional = self._conditional(f)
@@ -142,12 +150,12 @@ class ObservationPosterior(Posterior):
 
     @property
     def mean(self) -> Tensor:
-        """``... x q x m``, ``E[y]``. Of classes: of their index."""
+        """``E[y]``, ``... x q x m``. For classes, the mean of their index."""
         return self._moments()[0]
 
     @property
     def probabilities(self) -> Tensor:
-        """``... x q x c``, the probability of each class, if observations are classes."""
+        """The probability of each class, ``... x q x c``, if observations are classes."""
         mean, variance = self.latent.mean, self.latent.variance
         if isinstance(self.likelihood, SoftmaxLikelihood) and (
             self.likelihood.mixing_weights is None
@@ -167,16 +175,16 @@ class ObservationPosterior(Posterior):
 
     @property
     def variance(self) -> Tensor:
-        """``... x q x m``, ``Var[y]``, by the law of total variance."""
+        """``Var[y]``, ``... x q x m``, by the law of total variance."""
         return self._moments()[1]
 
     @property
     def distribution(self) -> Distribution:
-        """Not available: the observations at several inputs have no joint distribution in torch."""
+        """Not available: PyTorch has no joint distribution of observations at several inputs."""
         raise UnsupportedError(
-            f"Observations of a {type(self.likelihood).__name__} are not jointly Gaussian, which "
-            "is what this caller assumes of them (entropy search with qMaxValueEntropy, and "
-            "ModelListGP, do). Use an acquisition function that only needs samples or the latent "
+            f"Observations of a {type(self.likelihood).__name__} are not jointly Gaussian, but the "
+            "caller assumes that they are (as do entropy search with qMaxValueEntropy, and "
+            "ModelListGP). Use an acquisition function that only needs samples or the latent "
             "function (qKnowledgeGradient, qLogNoisyExpectedImprovement, UpperConfidenceBound), "
             "and a ModelList for observations of several models."
         )
@@ -200,14 +208,14 @@ class ObservationPosterior(Posterior):
     def _conditional(self, f: Tensor) -> Distribution:
         """``p(y | f)`` at latents ``... x q x l``, with batch shape ``... [x m] x q``."""
         if isinstance(self.likelihood, BernoulliLikelihood):
-            # Not through `forward`: it makes a tensor on the default device.
+            # Without `forward`, which makes a tensor on the default device.
             return Bernoulli(torch.special.ndtr(f.mT))
         if isinstance(self.likelihood, OverdispersedBinomialLikelihood):
             return self.likelihood.conditional.forward(f.mT, **self.arguments)
         if not self.several_latents:
             return self.likelihood.forward(f.mT, **self.arguments)
         if isinstance(self.likelihood, SoftmaxLikelihood):
-            # Not through `forward`: it transposes its input whenever q equals the classes.
+            # Without `forward`, which transposes its input if q equals the number of classes.
             weights = self.likelihood.mixing_weights
             return Categorical(logits=f if weights is None else f @ weights.mT)
         return self.likelihood.forward(f, **self.arguments)
@@ -222,9 +230,9 @@ def _get_sampler(
 
 @singledispatch
 def quantile(distribution: Distribution, u: Tensor) -> Tensor:
-    """The inverse CDF at ``u``, also for distributions for which torch has none.
+    """The inverse CDF at ``u``, also for distributions for which PyTorch has none.
 
-    Register a rule for a distribution of your own with ``@quantile.register(MyDistribution)``.
+    Register a rule for your own distribution with ``@quantile.register(MyDistribution)``.
 
     Args:
         distribution: A distribution with batch shape ``...``.
@@ -234,8 +242,8 @@ def quantile(distribution: Distribution, u: Tensor) -> Tensor:
         return distribution.icdf(u)
     except NotImplementedError:
         raise NotImplementedError(
-            f"No inverse CDF is known for {type(distribution).__name__}, so that its observations "
-            "cannot be fantasised; register one with @seqgp.models.posteriors.quantile.register."
+            f"No inverse CDF is known for {type(distribution).__name__}, which is needed to sample "
+            "observations; register one with @seqgp.models.posteriors.quantile.register."
         ) from None
 
 
@@ -255,7 +263,7 @@ def _categorical_quantile(distribution: Categorical, u: Tensor) -> Tensor:
 def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
     r"""By the recurrence :math:`p_{k+1} = p_k \, \frac{N - k}{k + 1} \, e^f`.
 
-    It counts the rarer of successes and failures, so that :math:`p_0 \ge 2^{-N}`.
+    It is applied to the rarer of successes and failures, so that :math:`p_0 \ge 2^{-N}`.
     """
     total = distribution.total_count
     most = int(total.max()) if total.numel() else 0
@@ -271,7 +279,7 @@ def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
         cumulative, below = torch.zeros_like(p), torch.zeros_like(p)
         for k in range(most):
             cumulative = cumulative + p
-            # The least k with P(K <= k) >= u; from the other side, the largest.
+            # The smallest k with P(K <= k) >= u; counted from the other side, the largest.
             below = below + torch.where(flip, cumulative <= level, cumulative < level)
             if k % 16 == 15 and not bool((cumulative < level).any()):
                 break
@@ -284,10 +292,10 @@ def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
 @quantile.register(Poisson)
 @quantile.register(LogitNormalBinomial)
 def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
-    """Add up probabilities, a block of counts at a time, until every ``u`` is passed."""
+    """Sum probabilities, a block of counts at a time, until every ``u`` is reached."""
     with torch.no_grad():
         u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
-        limit = distribution.mean + 40 * distribution.stddev + 40  # mass beyond is below rounding
+        limit = distribution.mean + 40 * distribution.stddev + 40  # the mass beyond is negligible
         below, total, start, block = torch.zeros_like(u), torch.zeros_like(u), 0, 64
         while True:
             counts = torch.arange(start, start + block, device=u.device, dtype=u.dtype)
@@ -304,7 +312,7 @@ def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
 
 
 def _unchecked_log_prob(distribution: Distribution, counts: Tensor) -> Tensor:
-    """``log_prob`` that is ``-inf`` outside of the support instead of an error."""
+    """``log_prob`` that is ``-inf`` outside of the support, instead of raising an error."""
     if isinstance(distribution, Binomial):
         total = distribution.total_count
         inside = counts <= total
@@ -322,19 +330,20 @@ def _unchecked_log_prob(distribution: Distribution, counts: Tensor) -> Tensor:
 @quantile.register(StudentT)
 def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
     df = distribution.df.detach().cpu().numpy()
-    standard = torch.from_numpy(np.asarray(stats.t.ppf(u.cpu().numpy(), df))).to(u)
+    standard = torch.from_numpy(np.asarray(special.stdtrit(df, u.cpu().numpy()))).to(u)
     return distribution.loc + distribution.scale * standard
 
 
 @quantile.register(Beta)
 def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
-    r"""The quantile ``y``. The CDF there is constant: :math:`\dot y = -\dot F(y) / p(y)`."""
+    r"""Differentiable, since the CDF is constant at ``y``: :math:`\dot y = -\dot F(y) / p(y)`."""
     parameters = (distribution.concentration1, distribution.concentration0)
     a, b = (parameter.detach().cpu().numpy() for parameter in parameters)
     y = np.asarray(special.betaincinv(a, b, u.cpu().numpy()))
     value = torch.from_numpy(y).to(u)
     if any(parameter.requires_grad for parameter in parameters):
-        density, step = stats.beta.pdf(y, a, b), 1e-5  # relative, for central differences
+        log_density = special.xlogy(a - 1, y) + special.xlog1py(b - 1, -y) - special.betaln(a, b)
+        density, step = np.exp(log_density), 1e-5  # relative, for central differences
         for parameter, da, db in zip(parameters, (step, 0.0), (0.0, step), strict=True):
             right = special.betainc(a * (1 + da), b * (1 + db), y)
             left = special.betainc(a * (1 - da), b * (1 - db), y)
@@ -343,13 +352,3 @@ def _beta_quantile(distribution: Beta, u: Tensor) -> Tensor:
             value = value + torch.from_numpy(slope).to(u) * (parameter - parameter.detach())
     eps = torch.finfo(u.dtype).eps
     return value.clamp(eps, 1 - eps)
-
-
-def conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
-    """Mean and variance; torch has none for a categorical distribution's index."""
-    if isinstance(distribution, Categorical):
-        probs = distribution.probs
-        index = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)
-        mean = (probs * index).sum(-1)
-        return mean, (probs * (index - mean.unsqueeze(-1)).square()).sum(-1)
-    return distribution.mean, distribution.variance

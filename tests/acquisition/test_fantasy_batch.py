@@ -30,7 +30,8 @@ from seqgp.acquisition import (
     fantasy_outcome,
     valid_improvement,
 )
-from seqgp.acquisition.fantasy_batch import FANTASIES, _Separated
+from seqgp.acquisition.fantasies import FANTASIES
+from seqgp.acquisition.separation import Separated
 from tests.helpers import (
     assert_close,
     assert_untouched,
@@ -430,7 +431,7 @@ def test_an_optimiser_of_the_users_own() -> None:
 def test_separation_penalises_only_what_is_near() -> None:
     model, taken, X = pair()[0], make_inputs(2, 2), make_inputs(20, 1, 2)
     plain = UpperConfidenceBound(model, beta=4.0)
-    separated = _Separated(plain, taken, unit(), 0.1)
+    separated = Separated(plain, taken, unit(), 0.1)
     distance = torch.cdist(X.squeeze(-2), taken).min(-1).values / 2**0.5
     near = distance < 0.1
     assert near.any()
@@ -438,7 +439,7 @@ def test_separation_penalises_only_what_is_near() -> None:
     assert (separated(X)[near] < plain(X)[near]).all()
     # Inputs without a range, or with an infinite one, are compared as they are.
     odd = torch.tensor([[-torch.inf, 0.3], [torch.inf, 0.3]])
-    assert_close(_Separated(plain, taken, odd, 0.1)(X), separated(X), 1e-12)
+    assert_close(Separated(plain, taken, odd, 0.1)(X), separated(X), 1e-12)
     x = taken[:1].unsqueeze(0).requires_grad_()
     (gradient,) = torch.autograd.grad(separated(x).sum(), x)
     assert gradient.isfinite().all()

@@ -24,14 +24,21 @@ from seqgp.acquisition import (
     uncertainty_reduction,
 )
 from seqgp.acquisition import look_ahead as steps
-from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
-from seqgp.acquisition.uncertainty import CRITERIA, Uncertainty, link_of, nugget_of
-from tests.helpers import assert_close, make_inputs, make_kernel, make_mean, terminal
+from seqgp.acquisition.uncertainty import CRITERIA, link_of, nugget_of
+from tests.acquisition.helpers import (
+    NAMES,
+    THRESHOLD,
+    TOTAL,
+    arguments_of,
+    model_of,
+    points,
+    threshold,
+    uncertainty,
+)
+from tests.helpers import assert_close, make_inputs, make_kernel, terminal
 from tests.models.helpers import data, pair
 
 pytestmark = pytest.mark.usefixtures("float64")
-THRESHOLD = {"gaussian": 0.4, "fixed_noise": 0.4, "poisson": 1.3}
-NAMES = ["gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson"]
 names = pytest.mark.parametrize("name", NAMES)
 
 
@@ -46,109 +53,25 @@ def with_criteria(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "criterion"), pairs)
 
 
-TOTAL = 3
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    return {"total_count": TOTAL} if name.endswith("binomial") else {}
-
-
-def model_of(name: str, **options: Any) -> SequentialGP:
-    return data(name).model(**options)
-
-
-def threshold(name: str) -> float:
-    return THRESHOLD.get(name, 0.3)
-
-
-def uncertainty(model: SequentialGP, criterion: str, level: float, sites: Tensor) -> Tensor:
-    """At each site, for a model with any batch shape."""
-    f = model.posterior(sites)
-    u = Uncertainty(criterion, link_of(model.likelihood), level)
-    return u(f.mean.squeeze(-1), f.variance.squeeze(-1) + nugget_of(model.likelihood))
-
-
-# -------------------------------------------------------------------- the look-ahead
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("inducing_points", [5, None])
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "binomial", "poisson", "student_t"])
-def test_look_ahead_is_conditioning(
-    name: str, inducing_points: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Means and variances at all sites, for each outcome of each candidate."""
-    monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
-    monkeypatch.setattr(steps, "PRECISION", torch.float64)
-    model, X, sites = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
-    with torch.set_grad_enabled(grad):
-        at = marginals(model, X, sites)
-        gain, fall, _ = look_ahead(model.likelihood, at, 3, 0, arguments_of(name))
-        c = at.cross(slice(None))
-    Y, _ = outcomes(
-        model.likelihood,
-        at.mean.unsqueeze(0),
-        at.variance.unsqueeze(0),
-        *(3, 0, arguments_of(name)),
-    )
-    Y = Y.detach()
-    conditioned = model.condition_on_observations(
-        X.unsqueeze(-2), Y.unsqueeze(-1).unsqueeze(-1), tol=1e-10, **arguments_of(name)
-    )
-    posterior = conditioned.posterior(sites)
-    assert_close(at.site_mean + gain.unsqueeze(-1) * c, posterior.mean.squeeze(-1), 1e-5)
-    variance = at.site_variance - fall.unsqueeze(-1) * c.square()
-    assert_close(variance, posterior.variance.squeeze(-1), 1e-5)
-
-
-def points(n: int) -> Tensor:
-    return make_inputs(n, 2)
-
-
-def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
-    """Exact moments of the log odds given a count, by summation on a grid, per outcome.
-
-    The look-ahead is variational, so only as close as a Gaussian is to that posterior.
-    """
-    model, X, sites = model_of("overdispersed_binomial"), *map(points, (4, 9))
-    with torch.no_grad():
-        at = marginals(model, X, sites)
-        gain, fall, _ = look_ahead(model.likelihood, at, 6, 0, {"total_count": 20})
-        total = at.variance + model.likelihood.nugget
-        Y, _ = outcomes(BinomialLikelihood(20), at.mean, total, 6, 0, {})
-    h = np.linspace(-12, 12, 4001)
-    for k in range(6):
-        for i in range(4):
-            weights = stats.norm(float(at.mean[i]), float(total[i]) ** 0.5).pdf(h)
-            weights = weights * stats.binom.pmf(float(Y[k, i]), 20, 1 / (1 + np.exp(-h)))
-            weights = weights / weights.sum()
-            mean = weights @ h
-            variance = weights @ (h - mean) ** 2
-            ours = float(at.mean[i] + total[i] * gain[k, i])
-            left = float(total[i] - total[i] ** 2 * fall[k, i])
-            assert abs(ours - mean) < 0.05 * float(total[i]) ** 0.5
-            assert abs(left - variance) < 0.05 * float(total[i])
-
-
 # -------------------------------------------------------------------- the scores
 
 
 def enumerated(
-    model: SequentialGP, criterion: str, level: float, x: Tensor, sites: Tensor
+    model: SequentialGP, criterion: str, level: float, x: Tensor, locations: Tensor
 ) -> float:
     """The expectation over all counts out of `TOTAL`, each with its predictive probability."""
     h = np.linspace(-12, 12, 4001)
     latent = model.posterior(x.unsqueeze(0))
     sd = float(latent.variance + nugget_of(model.likelihood)) ** 0.5
     density = stats.norm(latent.mean.item(), sd).pdf(h) * (h[1] - h[0])
-    now = uncertainty(model, criterion, level, sites).mean()
+    now = uncertainty(model, criterion, level, locations).mean()
     after = 0.0
     for count in range(TOTAL + 1):
         probability = float(stats.binom.pmf(count, TOTAL, 1 / (1 + np.exp(-h))) @ density)
         conditioned = model.condition_on_observations(
             x.unsqueeze(0), torch.tensor([[float(count)]]), total_count=torch.tensor([TOTAL])
         )
-        after += probability * float(uncertainty(conditioned, criterion, level, sites).mean())
+        after += probability * float(uncertainty(conditioned, criterion, level, locations).mean())
     return float(now) - after
 
 
@@ -157,34 +80,38 @@ def test_scores_are_averages_over_all_outcomes(
     criterion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A binomial of few trials, all of whose outcomes are looked at, or some are drawn."""
-    model, X, sites = model_of("binomial"), *map(points, (4, 9))
+    model, X, locations = model_of("binomial"), *map(points, (4, 9))
     level = 0.3
     with torch.no_grad():
-        expected = torch.tensor([enumerated(model, criterion, level, x, sites) for x in X])
-    acquisition = qExpectedUncertaintyReduction(model, sites, criterion, level, total_count=TOTAL)
+        expected = torch.tensor([enumerated(model, criterion, level, x, locations) for x in X])
+    acquisition = qExpectedUncertaintyReduction(
+        model, locations, criterion, level, total_count=TOTAL
+    )
     assert_close(acquisition(X.unsqueeze(-2)), expected, 1e-6)
-    actual = expected_reduction(model, X, sites, criterion, level, total_count=TOTAL)
+    actual = expected_reduction(model, X, locations, criterion, level, total_count=TOTAL)
     assert_close(actual, expected, 4e-5)  # the error of the table
     monkeypatch.setattr(steps, "_largest_outcome", lambda *_: None)
     drawn = expected_reduction(
-        model, X, sites, criterion, level, num_fantasies=4096, total_count=TOTAL
+        model, X, locations, criterion, level, num_fantasies=4096, total_count=TOTAL
     )
     # The spread over outcomes, at most .05, over the root of the number of fantasies.
     assert_close(drawn, expected, 5 * 0.05 / 4096**0.5)
 
 
 def test_totals_that_differ() -> None:
-    model, X, sites = model_of("binomial"), *map(points, (3, 9))
+    model, X, locations = model_of("binomial"), *map(points, (3, 9))
     totals = torch.tensor([1, 5, 3])
-    actual = expected_reduction(model, X, sites, threshold=0.3, total_count=totals)
+    actual = expected_reduction(model, X, locations, threshold=0.3, total_count=totals)
     for i, total in enumerate(totals.tolist()):
-        alone = expected_reduction(model, X[[i]], sites, threshold=0.3, total_count=total)
+        alone = expected_reduction(model, X[[i]], locations, threshold=0.3, total_count=total)
         assert_close(actual[[i]], alone, 1e-6)
 
 
-def by_joint_samples(model: SequentialGP, criterion: str, level: float, sites: Tensor) -> Tensor:
-    """Uncertainty at each site from joint samples of the posterior, and of the nugget."""
-    f = model.posterior(sites).rsample(torch.Size([4000])).squeeze(-1)
+def by_joint_samples(
+    model: SequentialGP, criterion: str, level: float, locations: Tensor
+) -> Tensor:
+    """Uncertainty at each location from joint samples of the posterior, and of the nugget."""
+    f = model.posterior(locations).rsample(torch.Size([4000])).squeeze(-1)
     f = f + torch.as_tensor(nugget_of(model.likelihood)).sqrt() * torch.randn_like(f)
     theta = link_of(model.likelihood).forward(f)
     p = (theta > level).to(theta).mean(0)
@@ -201,17 +128,17 @@ def by_joint_samples(model: SequentialGP, criterion: str, level: float, sites: T
 @with_criteria(*NAMES)
 def test_scores_are_those_of_joint_samples(name: str, criterion: str) -> None:
     """Everything by brute force: outcomes, joint samples of all fantasised posteriors."""
-    model, X, sites = model_of(name), *map(points, (3, 6))
+    model, X, locations = model_of(name), *map(points, (3, 6))
     sampler = SobolQMCNormalSampler(torch.Size([128]), seed=2)
     level = threshold(name)
     with torch.no_grad():
         fantasies = model.fantasize(X.unsqueeze(-2), sampler, **arguments_of(name))
-        after = by_joint_samples(fantasies, criterion, level, sites).mean((0, 2))
-        expected = by_joint_samples(model, criterion, level, sites).mean() - after
+        after = by_joint_samples(fantasies, criterion, level, locations).mean((0, 2))
+        expected = by_joint_samples(model, criterion, level, locations).mean() - after
     actual = expected_reduction(
-        model, X, sites, criterion, level, num_fantasies=128, **arguments_of(name)
+        model, X, locations, criterion, level, num_fantasies=128, **arguments_of(name)
     )
-    # Errors of the sampled estimates: 4,000 samples at 6 sites, 128 outcomes of spread 0.1.
+    # Errors of the sampled estimates: 4,000 samples at 6 locations, 128 outcomes of spread 0.1.
     assert_close(actual, expected, 5 * 0.1 / 128**0.5 / 4)
 
 
@@ -219,28 +146,28 @@ def test_gaussian_variance_is_that_of_botorch() -> None:
     """With a Gaussian likelihood, what is left is the integrated posterior variance."""
     from seqgp.acquisition import qNegIntegratedPosteriorVariance
 
-    (model, _), X, sites = pair(), *map(points, (5, 20))
-    left = qNegIntegratedPosteriorVariance(model, sites)(X.unsqueeze(-2))
-    now = model.posterior(sites).variance.mean()
-    assert_close(expected_reduction(model, X, sites, "variance"), now + left, 1e-5)
+    (model, _), X, locations = pair(), *map(points, (5, 20))
+    left = qNegIntegratedPosteriorVariance(model, locations)(X.unsqueeze(-2))
+    now = model.posterior(locations).variance.mean()
+    assert_close(expected_reduction(model, X, locations, "variance"), now + left, 1e-5)
 
 
 @names
 def test_blocks_and_progress_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, X, sites = model_of(name), *map(points, (7, 11))
+    model, X, locations = model_of(name), *map(points, (7, 11))
     options: dict[str, Any] = {"threshold": threshold(name), **arguments_of(name)}
-    expected = expected_reduction(model, X, sites, **options)
+    expected = expected_reduction(model, X, locations, **options)
     monkeypatch.setattr(uncertainty_reduction, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(uncertainty_reduction, "COVARIANCE_ELEMENTS", 22)
     with terminal() as stream:
-        again = expected_reduction(model, X, sites, progress=True, **options)
+        again = expected_reduction(model, X, locations, progress=True, **options)
     assert_close(again, expected, 1e-6)
     assert "score" in stream.getvalue()
-    assert expected_reduction(model, X[:0], sites, **options).shape == (0,)
+    assert expected_reduction(model, X[:0], locations, **options).shape == (0,)
 
 
 def score_a_large_pool(n: int) -> Iterator[int]:
-    """To be measured: a pool whose block candidates x fantasies x sites would not be small."""
+    """To be measured: a pool whose block candidates x fantasies x locations would not be small."""
     torch.set_num_threads(1)
     X = torch.rand(n, 2)
     model = SequentialGP(X[:20], torch.ones(20, 1), likelihood=BinomialLikelihood(50))
@@ -255,8 +182,8 @@ def test_memory_is_bounded() -> None:
     assert measured["extra"] < 120
 
 
-def test_a_surveyed_site_is_known() -> None:
-    """An observation tells more about its own site than about one a step aside."""
+def test_a_surveyed_location_is_known() -> None:
+    """An observation tells more about its own location than about one a step aside."""
     model, X = model_of("overdispersed_binomial"), points(1)
     there, aside = (
         expected_reduction(model, X, X + shift, threshold=0.3, total_count=50)
@@ -266,37 +193,37 @@ def test_a_surveyed_site_is_known() -> None:
 
 
 def test_weights() -> None:
-    model, X, sites = model_of("bernoulli"), *map(points, (4, 6))
+    model, X, locations = model_of("bernoulli"), *map(points, (4, 6))
     weights = torch.tensor([2.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    actual = expected_reduction(model, X, sites, threshold=0.5, weights=weights)
-    single = [expected_reduction(model, X, sites[[i]], threshold=0.5) for i in (0, 3)]
+    actual = expected_reduction(model, X, locations, threshold=0.5, weights=weights)
+    single = [expected_reduction(model, X, locations[[i]], threshold=0.5) for i in (0, 3)]
     assert_close(actual, 2 * single[0] + single[1], 1e-6)
 
 
 @pytest.mark.parametrize("q", [1, 2])
 def test_several_criteria(q: int) -> None:
     """Relative reductions add up."""
-    model, X, sites = model_of("bernoulli"), make_inputs(4, q, 2), points(6)
+    model, X, locations = model_of("bernoulli"), make_inputs(4, q, 2), points(6)
     criteria = ("misclassification", "variance")
     expected = torch.zeros(4)
     with torch.no_grad():
         for criterion in criteria:
-            now = uncertainty(model, criterion, 0.5, sites).mean()
-            acquisition = qExpectedUncertaintyReduction(model, sites, criterion, 0.5)
+            now = uncertainty(model, criterion, 0.5, locations).mean()
+            acquisition = qExpectedUncertaintyReduction(model, locations, criterion, 0.5)
             expected += acquisition(X) / now
-        acquisition = qExpectedUncertaintyReduction(model, sites, criteria, 0.5)
+        acquisition = qExpectedUncertaintyReduction(model, locations, criteria, 0.5)
         assert_close(acquisition(X), expected)
     if q == 1:
-        assert_close(expected_reduction(model, X[:, 0], sites, criteria, 0.5), expected, 1e-3)
+        assert_close(expected_reduction(model, X[:, 0], locations, criteria, 0.5), expected, 1e-3)
 
 
 def test_fantasy_models_are_averaged() -> None:
-    model, X, sites, pending = model_of("bernoulli"), *map(points, (4, 6, 2))
+    model, X, locations, pending = model_of("bernoulli"), *map(points, (4, 6, 2))
     Y = torch.tensor([[[0.0], [1.0]], [[1.0], [1.0]], [[0.0], [0.0]]])
     batch = model.condition_on_observations(pending, Y)
-    actual = expected_reduction(batch, X, sites, threshold=0.5)
+    actual = expected_reduction(batch, X, locations, threshold=0.5)
     each = [
-        expected_reduction(model.condition_on_observations(pending, y), X, sites, threshold=0.5)
+        expected_reduction(model.condition_on_observations(pending, y), X, locations, threshold=0.5)
         for y in Y
     ]
     assert_close(actual, torch.stack(each).mean(0), 1e-6)
@@ -307,19 +234,19 @@ def test_fantasy_models_are_averaged() -> None:
 
 @names
 def test_several_points_are_fantasised_jointly(name: str) -> None:
-    model, X, sites = model_of(name), make_inputs(3, 2, 2), points(9)
+    model, X, locations = model_of(name), make_inputs(3, 2, 2), points(9)
     acquisition = qExpectedUncertaintyReduction(
-        model, sites, threshold=threshold(name), num_fantasies=8, **arguments_of(name)
+        model, locations, threshold=threshold(name), num_fantasies=8, **arguments_of(name)
     )
     fantasies = model.fantasize(X, acquisition.sampler, **arguments_of(name))
     now, later = (
-        uncertainty(m, "threshold-entropy", threshold(name), sites).mean(-1)
+        uncertainty(m, "threshold-entropy", threshold(name), locations).mean(-1)
         for m in (model, fantasies)
     )
     assert_close(acquisition(X), now - later.mean(0))
     with_pending = qExpectedUncertaintyReduction(
         model,
-        sites,
+        locations,
         threshold=threshold(name),
         num_fantasies=8,
         X_pending=X[0, 1:],
@@ -331,11 +258,11 @@ def test_several_points_are_fantasised_jointly(name: str) -> None:
 @names
 def test_gradient_is_that_of_the_expectation(name: str) -> None:
     """By differences: exact if all outcomes are looked at, else with many that are drawn."""
-    model, sites = model_of(name), points(9)
+    model, locations = model_of(name), points(9)
     exact = name != "poisson"
     acquisition = qExpectedUncertaintyReduction(
         model,
-        sites,
+        locations,
         threshold=threshold(name),
         num_fantasies=16 if exact else 2**13,
         **arguments_of(name),
@@ -351,8 +278,8 @@ def test_gradient_is_that_of_the_expectation(name: str) -> None:
 
 
 def test_optimisation_over_a_box() -> None:
-    model, sites = model_of("bernoulli"), points(60)
-    acquisition = qExpectedUncertaintyReduction(model, sites, threshold=0.5)
+    model, locations = model_of("bernoulli"), points(60)
+    acquisition = qExpectedUncertaintyReduction(model, locations, threshold=0.5)
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     torch.manual_seed(0)
     best, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=3, raw_samples=32)
@@ -361,79 +288,7 @@ def test_optimisation_over_a_box() -> None:
     assert best.shape == (1, 2)
 
 
-# -------------------------------------------------------------------- pools
-
-
-def test_selection_is_the_arg_max() -> None:
-    model, pool = model_of("binomial"), points(30)
-    options: dict[str, Any] = {"threshold": 0.3, "total_count": TOTAL}
-    scores = expected_reduction(model, pool, pool, **options)
-    selection = select_from_pool(model, pool, **options)
-    assert selection.chosen.tolist() == [int(scores.argmax())]
-    assert_close(selection.scores[0], scores)
-
-
-def test_masks_and_costs() -> None:
-    model, pool = model_of("binomial"), points(30)
-    options: dict[str, Any] = {"threshold": 0.3, "total_count": torch.full((30,), TOTAL)}
-    surveyed = torch.tensor([3, 4, 17])
-    mask = torch.zeros(30, dtype=torch.bool)
-    mask[surveyed] = True
-    first = select_from_pool(model, pool, surveyed=surveyed, **options)
-    assert_close(first.scores, select_from_pool(model, pool, surveyed=mask, **options).scores)
-    # Those surveyed neither can be chosen nor count.
-    assert (first.scores[0, surveyed] == -torch.inf).all()
-    left = pool[~mask]
-    expected = expected_reduction(
-        model, left, left, threshold=0.3, total_count=TOTAL, weights=torch.full((27,), 1 / 30)
-    )
-    assert_close(first.scores[0, ~mask], expected)
-    # What is not available counts, but is not chosen.
-    best = int(first.chosen)
-    available = torch.ones(30, dtype=torch.bool)
-    available[best] = False
-    second = select_from_pool(model, pool, surveyed=mask, available=available, **options)
-    assert int(second.chosen) != best
-    keep = available & ~mask
-    assert_close(second.scores[0, keep], first.scores[0, keep])
-    # Costs divide.
-    costs = torch.ones(30)
-    costs[best] = 1e3
-    third = select_from_pool(model, pool, surveyed=mask, costs=costs, **options)
-    assert int(third.chosen) == int(second.chosen)
-    assert_close(third.scores[0, best], first.scores[0, best] / 1e3)
-
-
-def clustered() -> tuple[SequentialGP, Tensor]:
-    """Two clusters of sites that nothing is known about, one a little larger."""
-    pool = torch.cat(
-        [0.2 + 0.01 * make_inputs(12, 2), 0.8 + 0.01 * make_inputs(10, 2), make_inputs(3, 2)]
-    )
-    X = torch.tensor([[0.2, 0.8], [0.8, 0.2]])
-    model = SequentialGP(
-        X,
-        torch.tensor([[5.0], [5.0]]),
-        likelihood=OverdispersedBinomialLikelihood(50),
-        covar_module=make_kernel(0.15),
-        mean_module=make_mean(-1.0),
-    )
-    model.likelihood.nugget = 0.05
-    return model, pool
-
-
-def test_a_batch_beats_the_best_few() -> None:
-    """Greedy given fantasies: one site in each cluster; the best two alone: two in one."""
-    model, pool = clustered()
-    options: dict[str, Any] = {"threshold": 0.3}
-    batch = select_from_pool(model, pool, q=2, **options)
-    top = batch.scores[0].topk(2).indices
-    assert (top < 12).all()
-    assert sorted((batch.chosen // 12).tolist()) == [0, 1]
-    joint = qExpectedUncertaintyReduction(model, pool, num_fantasies=128, **options)
-    with torch.no_grad():
-        values = joint(torch.stack([pool[batch.chosen], pool[top]]))
-    assert values[0] > 1.3 * values[1]
-    assert batch.scores[1, batch.chosen[0]] == -torch.inf
+# -------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -487,8 +342,8 @@ def test_inputs_are_transformed() -> None:
         )
 
 
-def score_by_class(model: SequentialGP, X: Tensor, sites: Tensor, **options: Any) -> Tensor:
-    return qExpectedUncertaintyReduction(model, sites, **options)(X.unsqueeze(-2))
+def score_by_class(model: SequentialGP, X: Tensor, locations: Tensor, **options: Any) -> Tensor:
+    return qExpectedUncertaintyReduction(model, locations, **options)(X.unsqueeze(-2))
 
 
 # -------------------------------------------------------------------- devices and precision
@@ -539,32 +394,3 @@ def test_float32() -> None:
         assert scores.dtype == dtype
         values.append(scores.double())
     assert_close(*values, 1e-4)
-
-
-def test_labels_near_the_boundary_are_wanted() -> None:
-    """The site to ask about is between the two neighbours whose labels differ, not in a corner."""
-    X = torch.linspace(0, 1, 8).unsqueeze(-1)
-    model = SequentialGP(
-        X, (X > 0.5).to(X), likelihood=BernoulliLikelihood(), covar_module=make_kernel(0.3, 4.0)
-    )
-    pool = torch.linspace(0, 1, 41).unsqueeze(-1)
-    chosen = select_from_pool(model, pool, criterion="misclassification", threshold=0.5).chosen
-    assert X[3] < pool[chosen] < X[4]
-
-
-def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
-    pool = torch.rand(20, 2, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    Y = torch.full((5, 1), 3.0, dtype=torch.double)
-    model = SequentialGP(pool[:5], Y, likelihood=BinomialLikelihood(20))
-    costs = torch.ones(20, dtype=torch.double)
-    costs[:5] = torch.inf
-    options = {"threshold": 0.2, "surveyed": torch.arange(5), "costs": costs}
-    assert int(select_from_pool(model, pool, **options).chosen) >= 5
-    mask = torch.zeros(20, dtype=torch.long)
-    mask[:5] = 1
-    with pytest.raises(ValueError, match="surveyed: 20 zeros and ones, a mask"):
-        select_from_pool(model, pool, **{**options, "surveyed": mask})
-    with pytest.raises(ValueError, match="q: expected 1 to 15"):
-        select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weights: expected 20 of at least zero"):
-        select_from_pool(model, pool, weights=torch.full_like(costs, torch.nan), **options)

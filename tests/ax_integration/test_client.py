@@ -350,7 +350,7 @@ def test_ours_is_what_the_client_uses() -> None:
     ("options", "message"),
     [
         ({"likelihoods": {"z": "beta"}}, "expected one of 'gaussian'.*got 'beta'"),
-        ({"likelihoods": {"z": "binomial"}}, "binomial with its total"),
+        ({"likelihoods": {"z": "binomial"}}, "with a total for binomial"),
         ({"likelihoods": {"z": ("poisson", 3)}}, "for 'z'"),
         ({"failures": ["broken"]}, "failures: expected names among"),
         ({"num_initial": 0}, "num_initial, min_valid"),
@@ -401,7 +401,7 @@ def test_points_have_all_parameters_with_values_that_there_are() -> None:
     for point, message in (
         ({"x": 0.5}, "points: expected all parameters, x, kind; 'kind' is missing"),
         ({"x": 0.5, "kind": "c"}, "points: expected one of .*'a', 'b'.* for 'kind', got 'c'"),
-        ({"x": 0.5, "kind": "a", "xx": 1}, "points: 'xx' is no parameter of the experiment"),
+        ({"x": 0.5, "kind": "a", "xx": 1}, "points: 'xx' is not a parameter of the experiment"),
     ):
         with pytest.raises(ValueError, match=message):
             seqgp.ax.probability_of_validity(client, [point])

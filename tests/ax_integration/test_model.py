@@ -14,7 +14,9 @@ from torch import Tensor
 
 from seqgp.ax import model as ax_model
 from seqgp.ax.acquisition import TimesValidity
-from seqgp.ax.model import AxSequentialGP, LinkPosterior, Observed, what_is_new
+from seqgp.ax.expected_outcome import LinkPosterior
+from seqgp.ax.model import AxSequentialGP
+from seqgp.ax.observed import Observed, what_is_new
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gaussian": {},

@@ -123,7 +123,7 @@ def test_winsorization_is_ax_s_for_gaussian_metrics(finished: tuple[Any, list[An
 @pytest.mark.xdist_group("finished")
 def test_an_adapter_is_needed(finished: tuple[Any, list[Any]]) -> None:
     adapter: Any = finished[0]._generation_strategy.adapter
-    with pytest.raises(ValueError, match="LearnFailures needs one"):
+    with pytest.raises(ValueError, match="required by LearnFailures"):
         LearnFailures().transform_experiment_data(adapter.get_training_data())
 
 

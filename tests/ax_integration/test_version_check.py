@@ -8,7 +8,7 @@ from importlib.metadata import version as version_of
 
 import pytest
 
-from seqgp.ax._version_check import check_version, installed_version
+from seqgp.ax.version_check import check_version, installed_version
 
 
 @pytest.mark.parametrize("version", ["1.3.1", "1.3.1.dev3", "1.10.0", "2.0", "1.3.1+local"])

@@ -41,8 +41,8 @@ def test_paper_look_ahead_is_fixed_inducing_conditioning(monkeypatch: pytest.Mon
             posterior = model.condition_on_observations(
                 X[i : i + 1], Y[k, i].reshape(1, 1), fixed_inducing=True, tol=1e-10, max_steps=500
             ).posterior(sites)
-            assert_close(at.site_mean + gain[k, i] * c[i], posterior.mean.squeeze(-1))
-            variance = at.site_variance - fall[k, i] * c[i].square()
+            assert_close(at.location_mean + gain[k, i] * c[i], posterior.mean.squeeze(-1))
+            variance = at.location_variance - fall[k, i] * c[i].square()
             assert_close(variance, posterior.variance.squeeze(-1))
 
 
@@ -65,7 +65,7 @@ def test_ovc_look_ahead_is_a_gp_given_the_pseudo_target() -> None:
             noise = 1 / (20 * p * (1 - p))
             target = f + (y - 20 * p) * noise
             assert_close(
-                at.site_mean + gain[k, i] * c, at.site_mean + c * (target - m) / (v + noise)
+                at.location_mean + gain[k, i] * c, at.location_mean + c * (target - m) / (v + noise)
             )
             assert_close(fall[k, i] * c.square(), c.square() / (v + noise))
 

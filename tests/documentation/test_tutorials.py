@@ -94,8 +94,8 @@ def test_banana(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     directory, output = run("checkpoints", tmp_path)
-    assert "the same, bit by bit: True" in output
-    assert output.index("(killed)") < output.index("goes on with batch 3")
+    assert "bitwise the same: True" in output
+    assert output.index("(killed)") < output.index("resumes with batch 3")
     check_figure(directory / "figures" / "checkpoints.png", 1, 3)
 
 

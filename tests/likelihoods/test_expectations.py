@@ -235,7 +235,7 @@ def test_observation_noise() -> None:
     assert_close(
         observation_noise(fixed, 2, noise=noise[:2]), noise[:2] + fixed.second_noise, 1e-15
     )
-    with pytest.raises(ValueError, match="noise: the likelihood holds the noise of 3 points"):
+    with pytest.raises(ValueError, match="noise: the likelihood has the noise of 3 points"):
         observation_noise(fixed, 2)
 
 

@@ -1,19 +1,19 @@
-"""Whether Ax is there, and new enough."""
+"""Whether Ax is installed, and new enough."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: The oldest version of Ax that this works with.
+#: The oldest supported version of Ax.
 MINIMUM = "1.3.1"
 
 
 def check_version(installed: str | None, minimum: str = MINIMUM) -> None:
-    """Raise an ImportError that says what to do, unless Ax is new enough.
+    """Raise an `ImportError` that says what to install, unless Ax is new enough.
 
     Args:
-        installed: Its version, ``None`` if it is not there.
-        minimum: The oldest that will do.
+        installed: The installed version, ``None`` if Ax is not installed.
+        minimum: The oldest supported version.
 
     Example:
         >>> check_version("1.4.0")
@@ -31,7 +31,7 @@ def check_version(installed: str | None, minimum: str = MINIMUM) -> None:
 
 
 def installed_version() -> str | None:
-    """The version of Ax that is installed, if any."""
+    """The installed version of Ax, ``None`` if it is not installed."""
     try:
         return version("ax-platform")
     except PackageNotFoundError:
@@ -39,7 +39,7 @@ def installed_version() -> str | None:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The leading numbers: ``1.3.1.dev2`` is ``(1, 3, 1)``."""
+    """The leading numbers: those of ``1.3.1.dev2`` are ``(1, 3, 1)``."""
     parts: list[int] = []
     for part in text.split("+")[0].split("."):
         if not part.isdigit():

@@ -198,10 +198,10 @@ def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
 @pytest.mark.slow
 def test_tests_of_the_source_distribution_run(unpacked: Path) -> None:
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    collected = run(*options, "--collect-only", cwd=unpacked).splitlines()
+    collected = run_in(*options, "--collect-only", cwd=unpacked).splitlines()
     files = {line.partition("::")[0] for line in collected if "::" in line}
     tests = ROOT.parent / "tests"
     assert {str(path.relative_to(ROOT.parent)) for path in tests.rglob("test_*.py")} <= files
     assert f"{unpacked}/seqgp" in run_in("-c", "import seqgp; print(seqgp)", cwd=unpacked)
     links = "tests/documentation/test_readme.py::test_links_lead_somewhere"
-    assert "passed" in run(*options, "tests/dual/test_duals.py", links, cwd=unpacked)
+    assert "passed" in run_in(*options, "tests/dual/test_duals.py", links, cwd=unpacked)

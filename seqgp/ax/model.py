@@ -26,7 +26,6 @@ from botorch.fit import fit_gpytorch_mll
 from botorch.models.model import Model
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import Posterior
 from botorch.utils.datasets import SupervisedDataset
 from gpytorch.distributions import MultivariateNormal
@@ -41,7 +40,7 @@ from seqgp.ax.predictor import Predictor
 from seqgp.ax.priors import prior_of
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.models.sequential_gp import SequentialGP
-from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming import AllInputs, MemoryOptions
 from seqgp.validation import renamed
 from seqgp.variational.elbo import DualELBO
 
@@ -182,7 +181,7 @@ class AxSequentialGP(SequentialGP):
             noise=new.Yvar,
             learn=learn,
             steps=UPDATE_STEPS,
-            inducing="adapt",
+            inducing=AllInputs(),
             **arguments,
         )
         if learn:
@@ -204,7 +203,7 @@ class AxSequentialGP(SequentialGP):
             return super().__call__(inputs, prior, **kwargs)
         tensors = (*self.parameters(), *self.variational_strategy.buffers())
         # PyTorch counts the changes of a tensor in `_version`; there is no public name for it.
-        key = tuple((id(tensor), tensor._version) for tensor in tensors)  # noqa: SLF001
+        key = tuple((id(tensor), tensor._version) for tensor in tensors)
         if self._predictor is None or self._predictor[0] != key:
             self._predictor = key, Predictor(self)
         predict = self._predictor[1]
@@ -233,15 +232,6 @@ class AxSequentialGP(SequentialGP):
         if not isinstance(self.likelihood, BernoulliLikelihood):
             return True
         return len(torch.cat([self.observed.Y, *more]).unique()) > 1
-
-    def _adapt_inducing_points(
-        self, max_points: int | None, allocator: InducingPointAllocator | None
-    ) -> None:
-        """Use all inputs, up to the maximum number of inducing points."""
-        if self.num_data > self.max_inducing:
-            super()._adapt_inducing_points(max_points, allocator)
-        else:
-            self.variational_strategy.start_from(self.training_data()[0].detach())
 
     def posterior(  # type: ignore[override]
         self,

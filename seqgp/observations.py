@@ -11,6 +11,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.settings import min_fixed_noise
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.discrete import BinomialLikelihood
@@ -263,6 +264,6 @@ def check_not_held(likelihood: Likelihood, given: Container[str]) -> None:
 
 def _concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:
     """Concatenate along a negative ``dim``, batch shapes broadcast."""
-    batch = torch.broadcast_shapes(left.shape[:dim], right.shape[:dim])
+    batch = broadcast_shapes(left.shape[:dim], right.shape[:dim])
     left = left.expand(*batch, *left.shape[dim:])
     return torch.cat([left, right.expand(*batch, *right.shape[dim:])], dim)

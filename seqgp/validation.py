@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpytorch.likelihoods import (
 from torch import Tensor
 from torch.distributions import constraints
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.traits import is_conjugate
 
 
@@ -201,7 +203,7 @@ def check_arguments(
         options: What else could have been meant.
         needed: Whether those that the likelihood cannot do without have to be there.
     """
-    known, required = _arguments_of(likelihood)
+    known, required = _arguments_of(type(likelihood), is_conjugate(likelihood))
     given, kind = list(given), type(likelihood).__name__
     for name in given:
         if known is not None and name not in known:
@@ -219,16 +221,19 @@ def check_arguments(
             )
 
 
-def _arguments_of(likelihood: Likelihood) -> tuple[set[str] | None, set[str]]:
+@lru_cache(maxsize=64)
+def _arguments_of(
+    kind: type[Likelihood], conjugate: bool
+) -> tuple[frozenset[str] | None, frozenset[str]]:
     """Names of the per-point arguments that a likelihood knows, and of those that it needs.
 
     They are the named arguments of its methods. ``None`` for one that does not name them.
     """
-    known, required = ({"noise"} if is_conjugate(likelihood) else set()), set()
+    known, required = ({"noise"} if conjugate else set()), set()
     leading = {"forward": 1, "marginal": 1, "expected_log_prob": 2, "log_marginal": 2}
     anything = False
     for method, skipped in leading.items():
-        function = inspect.unwrap(getattr(type(likelihood), method))
+        function = inspect.unwrap(getattr(kind, method))
         root = function.__module__.partition(".")[0]
         parameters = list(inspect.signature(function).parameters.values())[1 + skipped :]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -237,8 +242,8 @@ def _arguments_of(likelihood: Likelihood) -> tuple[set[str] | None, set[str]]:
         if root not in ("gpytorch", "seqgp", "torch") and not named:
             anything |= any(p.kind == p.VAR_KEYWORD for p in parameters)
     if anything and not known:
-        return None, required
-    return known, required
+        return None, frozenset(required)
+    return frozenset(known), frozenset(required)
 
 
 def check_data(
@@ -364,7 +369,7 @@ def check_target_shape(targets: Tensor, inputs: Tensor, name: str) -> None:
             f"got {tuple(targets.shape)}."
         )
     try:
-        torch.broadcast_shapes(targets.shape[:-1], inputs.shape[:-2])
+        broadcast_shapes(targets.shape[:-1], inputs.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"{name}: batch shape {tuple(targets.shape[:-1])} does not broadcast against that of "

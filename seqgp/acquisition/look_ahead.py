@@ -25,6 +25,7 @@ from torch.distributions import Bernoulli
 
 from seqgp.acquisition.uncertainty import nugget_of
 from seqgp.dual.conditioning import condition
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import Evaluate
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.expectations import expectations
@@ -182,7 +183,7 @@ def outcomes(
     """
     most = _largest_outcome(likelihood, arguments)
     if most is not None and most < number:
-        shape = torch.broadcast_shapes(mean.shape, (most + 1, 1))
+        shape = broadcast_shapes(mean.shape, (most + 1, 1))
         steps = torch.arange(most + 1, dtype=mean.dtype, device=mean.device).unsqueeze(-1)
         Y = steps.expand(shape)
         possible = None

@@ -31,6 +31,7 @@ from gpytorch.likelihoods import (
 from scipy import special  # a dependency of BoTorch
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.quadrature import gauss_hermite
 
@@ -160,7 +161,7 @@ class Uncertainty:
             z = (mean - self.latent_threshold) * variance.rsqrt()
             return _of_z(self.criterion, z)
         if self.link.name == "identity":
-            return variance.expand(torch.broadcast_shapes(mean.shape, variance.shape))
+            return variance.expand(broadcast_shapes(mean.shape, variance.shape))
         first, second = _moments(self.link, mean, variance)
         return _of_moments(self.criterion, first, second)
 

@@ -39,6 +39,7 @@ from seqgp.acquisition.validity import (
     log_expected_best,
     log_validity,
 )
+from seqgp.dual.linalg import broadcast_shapes
 
 #: Temperature of the indicator that a sample exceeds the threshold, as in BoTorch.
 ETA = 1e-3
@@ -245,7 +246,7 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
             if is_ensemble(self.model):
                 chances = LogChances(*(part.unsqueeze(-2) for part in chances))
         # Only one of the two may have the batch shape of the models.
-        shape = torch.broadcast_shapes(log_improvement.shape, chances.valid.shape)
+        shape = broadcast_shapes(log_improvement.shape, chances.valid.shape)
         value = log_expected_best(log_improvement.expand(shape), chances)
         dim = tuple(range(len(self.sample_shape)))
         if self.best_f is not None and is_ensemble(self.model):

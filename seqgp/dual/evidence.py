@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from seqgp.dual.duals import Duals, add, tie
-from seqgp.dual.linalg import scaled_cholesky, solve_lower, solve_upper
+from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower, solve_upper
 from seqgp.dual.posterior import Factors, factorise, unexplained_variance
 from seqgp.dual.sites import Sites
 
@@ -146,7 +146,7 @@ def _derivatives(
     A: Tensor, unexplained: Tensor, lam: Tensor, beta: Tensor, factors: Factors, outer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Posterior means and variances of a block, and ``G`` times the incoming gradient."""
-    shape = torch.broadcast_shapes(factors.mean.shape[:-1], lam.shape[:-1], outer.shape[:-1])
+    shape = broadcast_shapes(factors.mean.shape[:-1], lam.shape[:-1], outer.shape[:-1])
     if A.shape[:-2].numel() == 1 and shape.numel() > 1:
         # Latents that share a prior: one after the other, so that no copy of A for each is made.
         n, m = A.shape[-1], A.shape[-2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
@@ -61,6 +63,27 @@ def solve_upper(chol: Tensor, rhs: Tensor) -> Tensor:
 def solve_cholesky(chol: Tensor, rhs: Tensor) -> Tensor:
     """``(chol chol^T)^-1 rhs`` for ``... x m x n`` columns."""
     return _solve(chol.mT, _solve(chol, rhs, upper=False), upper=True)
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """As `torch.broadcast_shapes`, which takes a third of a millisecond.
+
+    Args:
+        shapes: The shapes.
+    """
+    result: list[int] = []
+    for shape in shapes:
+        result[:0] = [1] * (len(shape) - len(result))
+        for i in range(1, len(shape) + 1):
+            size, known = shape[-i], result[-i]
+            if size != 1 and known != 1 and size != known:
+                raise RuntimeError(
+                    f"Shape mismatch: objects cannot be broadcast to a single shape: "
+                    f"{', '.join(str(tuple(each)) for each in shapes)}."
+                )
+            if known == 1:
+                result[-i] = size
+    return torch.Size(result)
 
 
 def _solve(factor: Tensor, rhs: Tensor, upper: bool) -> Tensor:

@@ -24,6 +24,7 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp.dual.duals import Duals, Pair, add, align, interpolate, tie
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.posterior import (
     Factors,
     expected_log_summary,
@@ -270,9 +271,9 @@ def converge_sites(
         return sites(expected, mean, min_precision), expected.log_prob.sum(-1) + bound
 
     # The state has the batch shape of the bound and, if there are several, the latents.
-    shape = torch.broadcast_shapes(start.lam.shape, A.shape[:-2] + A.shape[-1:])
+    shape = broadcast_shapes(start.lam.shape, A.shape[:-2] + A.shape[-1:])
     if base is not None:
-        shape = torch.broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
+        shape = broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
     start = Sites(start.lam.expand(shape), start.beta.expand(shape))
     state, _ = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
     return state

@@ -13,6 +13,7 @@ from gpytorch.priors import Prior
 from torch import Tensor
 from torch.distributions import Binomial, Categorical, constraints
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial, log_prob_and_slope
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood, likelihood_nodes
 
@@ -46,7 +47,7 @@ class _QuadratureLikelihood(OneDimensionalLikelihood, ABC):
     def _nodes(self, function_dist: MultivariateNormal, shape: torch.Size = _NO_BATCH) -> Tensor:
         """The nodes ``q x ... x n`` of `function_dist`, broadcastable with `shape` ``... x n``."""
         mean, variance = function_dist.mean, function_dist.variance
-        dim = len(torch.broadcast_shapes(mean.shape, (*self.batch_shape, 1), shape))
+        dim = len(broadcast_shapes(mean.shape, (*self.batch_shape, 1), shape))
         nodes, _ = likelihood_nodes(self, dim, mean)
         return mean + variance.sqrt() * nodes
 

@@ -27,6 +27,7 @@ from gpytorch.likelihoods import (
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
@@ -311,7 +312,7 @@ def per_target(
         variance: ``... x n [x c]`` variances.
     """
     latents = () if has_one_latent(likelihood) else mean.shape[-1:]
-    shape = torch.broadcast_shapes((*targets.shape, *latents), mean.shape, variance.shape)
+    shape = broadcast_shapes((*targets.shape, *latents), mean.shape, variance.shape)
     return mean.expand(shape), variance.expand(shape)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Binomial, Distribution, constraints
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
 
 #: Quadrature nodes for the integral over the log odds.
@@ -54,7 +55,7 @@ class LogitNormalBinomial(Distribution):
         variance: Tensor,
         validate_args: bool | None = None,
     ) -> None:
-        shape = torch.broadcast_shapes(total_count.shape, logits.shape, variance.shape)
+        shape = broadcast_shapes(total_count.shape, logits.shape, variance.shape)
         self.total_count, self.logits, self.variance_of_logits = total_count, logits, variance
         super().__init__(shape, validate_args=False)
         if validate_args is not False:
@@ -133,7 +134,7 @@ def log_prob_and_slope(
         Two tensors of the common shape.
     """
     N, g = total_count, logits
-    dim = len(torch.broadcast_shapes(y.shape, N.shape, g.shape, variance.shape))
+    dim = len(broadcast_shapes(y.shape, N.shape, g.shape, variance.shape))
     with torch.no_grad():
         mode, scale = _mode(y, N, g, variance)
         x, log_w = normal_nodes(g, NUM_NODES, dim), normal_weights(g, NUM_NODES, log=True)

@@ -32,6 +32,7 @@ from torch.distributions import (
     StudentT,
 )
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
 from seqgp.likelihoods.predictive import conditional_moments
@@ -270,7 +271,7 @@ def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
     if most > 1000:
         return _count_quantile(distribution, u)
     with torch.no_grad():
-        u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
+        u = u.expand(broadcast_shapes(u.shape, distribution.batch_shape))
         logits, N = distribution.logits.double(), total.double()
         flip = (logits > 0).expand(u.shape)
         odds = (-logits.abs()).exp()
@@ -294,7 +295,7 @@ def _binomial_quantile(distribution: Binomial, u: Tensor) -> Tensor:
 def _count_quantile(distribution: Distribution, u: Tensor) -> Tensor:
     """Sum probabilities, a block of counts at a time, until every ``u`` is reached."""
     with torch.no_grad():
-        u = u.expand(torch.broadcast_shapes(u.shape, distribution.batch_shape))
+        u = u.expand(broadcast_shapes(u.shape, distribution.batch_shape))
         limit = distribution.mean + 40 * distribution.stddev + 40  # the mass beyond is negligible
         below, total, start, block = torch.zeros_like(u), torch.zeros_like(u), 0, 64
         while True:

@@ -31,6 +31,7 @@ from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperato
 from torch import Tensor
 
 from seqgp.dual import Sites
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
@@ -450,7 +451,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
         if not self.has_output_dim:
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
-        self.eval()
+        if self.training:
+            self.eval()
         X = self.transform_inputs(X)
         with gpt_posterior_settings():
             f = self(X)
@@ -834,7 +836,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Raise unless transformed targets are ``... [x m] x n`` for inputs ``... x n x d``."""
         check_tensor(targets, "targets")
         outputs = [self.num_columns] if self.has_output_dim else []
-        batch = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
+        batch = broadcast_shapes(X.shape[:-2], self.batch_shape)
         shape = torch.Size([*batch, *outputs, X.shape[-2]])
         own, given = 1 + len(outputs), targets.dim()
         fits = own <= given <= len(shape) and targets.shape[-own:] == shape[-own:]
@@ -955,7 +957,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                     posterior = self.posterior(X, observation_noise=noisy, **arguments)
                 Y = sampler(posterior)
             else:
-                batch_shape = torch.broadcast_shapes(X.shape[:-2], self.batch_shape)
+                batch_shape = broadcast_shapes(X.shape[:-2], self.batch_shape)
                 Y = X.new_empty(*sampler.sample_shape, *batch_shape, 0, self.num_columns)
             if observation_noise is not None:
                 kwargs["noise"] = observation_noise.expand(Y.shape[1:])

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from seqgp.dual import Batch, Duals, Sites, condition, converge_sites, tie
 from seqgp.dual.evidence import Block, evidence, exact_evidence, gaussian_evidence
-from seqgp.dual.linalg import scaled_cholesky, solve_lower
+from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower
 from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
 from seqgp.dual.projection import coincident
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -108,7 +108,7 @@ def maximised_bound(
     s = 0 if past is None or setting.stays else past.points.shape[-2]
     right = x
     if s and past is not None:
-        batch = torch.broadcast_shapes(past.points.shape[:-2], x.shape[:-2])
+        batch = broadcast_shapes(past.points.shape[:-2], x.shape[:-2])
         right = torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (past.points, x)], -2)
     prior = joint_prior(setting.forward, Z, right, shared, with_left=True)
     assert prior.left is not None

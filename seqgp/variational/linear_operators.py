@@ -10,6 +10,8 @@ from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from linear_operator.utils.getitem import _noop_index
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
+
 
 class PosteriorCovariance(LinearOperator):
     r""":math:`K - A^T E + \operatorname{diag}(\epsilon) - C^T S C`, each with its own batch shape.
@@ -37,7 +39,7 @@ class PosteriorCovariance(LinearOperator):
         sign: Tensor,
         batch_shape: torch.Size | None = None,
     ) -> None:
-        batch_shape = torch.broadcast_shapes(
+        batch_shape = broadcast_shapes(
             batch_shape or (),
             prior.shape[:-2],
             A.shape[:-2],
@@ -74,7 +76,7 @@ class PosteriorCovariance(LinearOperator):
         product = self.prior @ rhs + self.jitter.unsqueeze(-1) * rhs
         product = product - self.A.mT @ (self.explained @ rhs)
         product = product - self.reduction.mT @ (self.sign * (self.reduction @ rhs))
-        product = product.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), -1, -1)
+        product = product.expand(*broadcast_shapes(self.batch_shape, rhs.shape[:-2]), -1, -1)
         return product.squeeze(-1) if vector else product
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:

@@ -16,6 +16,8 @@ from gpytorch.distributions import MultivariateNormal
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
+
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
 Forward = Callable[[Tensor], MultivariateNormal]
 
@@ -72,7 +74,7 @@ def joint_prior(
             cross = cross.reshape(*left_batch, -1, n)
         mean = joint.mean[..., p:].reshape(*right_batch, n)
     else:
-        batch = torch.broadcast_shapes(left_batch, right_batch)
+        batch = broadcast_shapes(left_batch, right_batch)
         joint = forward(torch.cat([left.expand(*batch, p, d), right.expand(*batch, n, d)], -2))
         covariance = joint.lazy_covariance_matrix
         cross = to_dense(covariance[..., :p, 0 if with_left else p :])

@@ -58,7 +58,7 @@ TENSORS: Mapping[str, int] = {
     "summary_count": 0,
 }
 
-_PLAIN = (bool, int, float, str, type(None), torch.Size)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
 
 
 class State(NamedTuple):
@@ -316,10 +316,11 @@ class DualState(_VariationalStrategy):
             if module is not self.model:  # copies of it share its modules
                 owners.append(module)
             for name, value in vars(module).items():
-                if isinstance(value, _PLAIN):
+                kind = type(value)
+                if kind in _PLAIN:
                     if name != "training" or module is not self.model:
                         plain.append(value)
-                elif isinstance(value, Tensor):
+                elif kind is not dict and isinstance(value, Tensor):
                     tensors.append(value)
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for b in module._buffers.values() if b is not None]

@@ -34,6 +34,7 @@ from seqgp.dual import (
     solve_lower,
 )
 from seqgp.dual.conditioning import conditioned_from_sites
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.posterior import explained, unexplained_variance
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import least_square, log_constant
@@ -201,7 +202,7 @@ class DualVariationalStrategy(DualState):
         shapes = [state.chol.shape[:-2], state.factors.mean.shape[:-1]]
         if self._observed is not None:
             shapes.append(self._observed.sites.lam.shape[:-1])
-        shape = torch.broadcast_shapes(*shapes)
+        shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
 
     # ---------------------------------------------------------------- learning
@@ -725,7 +726,7 @@ class DualVariationalStrategy(DualState):
         """``... [x c] x n`` moments as a distribution with event shape ``n [x c]``."""
         if self.num_latents is None:
             return MultivariateNormal(mean, covariance)
-        n, batch = mean.shape[-1], torch.broadcast_shapes(mean.shape[:-2], covariance.shape[:-3])
+        n, batch = mean.shape[-1], broadcast_shapes(mean.shape[:-2], covariance.shape[:-3])
         if mean.shape[-2] not in (1, self.num_latents):
             raise ValueError(
                 f"num_latents: with {self.num_latents} latents, the last batch dimension of "

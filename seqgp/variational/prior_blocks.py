@@ -9,10 +9,12 @@ sparse inference needs of it is :math:`k(z, h) = \sum_j c_j k(z, x_j)`, its mean
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel
+from gpytorch.means import Mean
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from seqgp.dual.linalg import broadcast_shapes
 
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
 Forward = Callable[[Tensor], MultivariateNormal]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Prior(NamedTuple):
@@ -55,6 +59,9 @@ def joint_prior(
             both blocks.
         coefficients: ``... x n x J`` coefficients of functionals; ``None`` for values.
     """
+    modules = _mean_and_kernel(forward)
+    if modules is not None and coefficients is None:
+        return _from_modules(*modules, left, right, shared, with_left)
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
     flat_right = shared and left_batch.numel() == 1
@@ -95,6 +102,57 @@ def joint_prior(
 
     prior = Prior(cross, mean, variance, full, prior_left)
     return prior if coefficients is None else _contract(prior, forward, right, coefficients)
+
+
+def mean_and_kernel(forward: F) -> F:
+    """Marks a ``forward`` that is a ``mean_module`` and a ``covar_module``, and nothing else.
+
+    Blocks of such a prior are evaluated directly, without what lies around them.
+    """
+    forward.is_mean_and_kernel = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _mean_and_kernel(forward: Any) -> tuple[Mean, Kernel] | None:
+    """The modules of a prior that is made of two of them."""
+    if not getattr(forward, "is_mean_and_kernel", False):
+        return None
+    model = forward.__self__
+    return model.mean_module, model.covar_module
+
+
+def _from_modules(
+    mean_module: Mean, kernel: Kernel, left: Tensor, right: Tensor, shared: bool, with_left: bool
+) -> Prior:
+    """As `joint_prior`, from a mean and a kernel."""
+    (p, d), n = left.shape[-2:], right.shape[-2]
+    left_batch, right_batch = left.shape[:-2], right.shape[:-2]
+    mean = mean_module(right)
+    if shared and left_batch.numel() == 1:
+        cross = to_dense(kernel(left.reshape(-1, d), right.reshape(-1, d)))
+        cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
+        mean = mean.reshape(*right_batch, n)
+    elif shared and right_batch.numel() == 1 and not with_left:
+        cross = to_dense(kernel(left.reshape(-1, d), right.reshape(-1, d)))
+        cross = cross.reshape(*left_batch, -1, n)
+        mean = mean.reshape(*right_batch, n)
+    else:
+        batch = broadcast_shapes(left_batch, right_batch)
+        right = right.expand(*batch, n, d)
+        cross = to_dense(kernel(left.expand(*batch, p, d), right))
+        mean = mean.expand(*cross.shape[:-2], n)
+
+    def variance() -> Tensor:
+        diagonal = kernel(right, diag=True)
+        return diagonal.reshape(*right_batch, n) if shared else diagonal
+
+    def full() -> LinearOperator:
+        return kernel(right)
+
+    prior_left = (mean_module(left), to_dense(kernel(left))) if with_left else None
+    if prior_left is not None and shared:
+        prior_left = prior_left[0].reshape(p), prior_left[1].reshape(p, p)
+    return Prior(cross, mean, variance, full, prior_left)
 
 
 def _contract(prior: Prior, forward: Forward, points: Tensor, coefficients: Tensor) -> Prior:

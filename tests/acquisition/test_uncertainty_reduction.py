@@ -35,15 +35,9 @@ NAMES = ["gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson
 names = pytest.mark.parametrize("name", NAMES)
 
 
-def with_criteria(*names: str) -> pytest.MarkDecorator:
-    """Likelihoods and their criteria: those with a threshold here have no entropy."""
-    pairs = [
-        (name, criterion)
-        for name in names
-        for criterion in CRITERIA
-        if criterion != "entropy" or name not in THRESHOLD
-    ]
-    return pytest.mark.parametrize(("name", "criterion"), pairs)
+def criteria_of(name: str) -> list[str]:
+    """All but, for what is no probability, its entropy."""
+    return [criterion for criterion in CRITERIA if criterion != "entropy" or name not in THRESHOLD]
 
 
 TOTAL = 3
@@ -182,11 +176,15 @@ def test_totals_that_differ() -> None:
         assert_close(actual[[i]], alone, 1e-6)
 
 
-def by_joint_samples(model: SequentialGP, criterion: str, level: float, sites: Tensor) -> Tensor:
-    """Uncertainty at each site from joint samples of the posterior, and of the nugget."""
+def joint_samples(model: SequentialGP, sites: Tensor) -> Tensor:
+    """Joint samples of the posterior, and of the nugget, on the scale of the observations."""
     f = model.posterior(sites).rsample(torch.Size([4000])).squeeze(-1)
     f = f + torch.as_tensor(nugget_of(model.likelihood)).sqrt() * torch.randn_like(f)
-    theta = link_of(model.likelihood).forward(f)
+    return link_of(model.likelihood).forward(f)
+
+
+def by_samples(theta: Tensor, criterion: str, level: float) -> Tensor:
+    """Uncertainty at each site from samples."""
     p = (theta > level).to(theta).mean(0)
     if criterion == "threshold-entropy":
         return torch.special.entr(p) + torch.special.entr(1 - p)
@@ -198,21 +196,23 @@ def by_joint_samples(model: SequentialGP, criterion: str, level: float, sites: T
     return torch.special.entr(mean) + torch.special.entr(1 - mean)
 
 
-@with_criteria(*NAMES)
-def test_scores_are_those_of_joint_samples(name: str, criterion: str) -> None:
+@names
+def test_scores_are_those_of_joint_samples(name: str) -> None:
     """Everything by brute force: outcomes, joint samples of all fantasised posteriors."""
     model, X, sites = model_of(name), *map(points, (3, 6))
     sampler = SobolQMCNormalSampler(torch.Size([128]), seed=2)
     level = threshold(name)
     with torch.no_grad():
         fantasies = model.fantasize(X.unsqueeze(-2), sampler, **arguments_of(name))
-        after = by_joint_samples(fantasies, criterion, level, sites).mean((0, 2))
-        expected = by_joint_samples(model, criterion, level, sites).mean() - after
-    actual = expected_reduction(
-        model, X, sites, criterion, level, num_fantasies=128, **arguments_of(name)
-    )
-    # Errors of the sampled estimates: 4,000 samples at 6 sites, 128 outcomes of spread 0.1.
-    assert_close(actual, expected, 5 * 0.1 / 128**0.5 / 4)
+        then, now = joint_samples(fantasies, sites), joint_samples(model, sites)
+    for criterion in criteria_of(name):
+        expected = by_samples(now, criterion, level).mean()
+        expected = expected - by_samples(then, criterion, level).mean((0, 2))
+        actual = expected_reduction(
+            model, X, sites, criterion, level, num_fantasies=128, **arguments_of(name)
+        )
+        # Errors of the sampled estimates: 4,000 samples at 6 sites, 128 outcomes of spread 0.1.
+        assert_close(actual, expected, 5 * 0.1 / 128**0.5 / 4)
 
 
 def test_gaussian_variance_is_that_of_botorch() -> None:
@@ -249,6 +249,7 @@ def score_a_large_pool(n: int) -> Iterator[int]:
     expected_reduction(model, X, X, threshold=0.3)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded() -> None:
     """All at once, 2,000 x 16 x 2,000 numbers in single precision would be 244 MB each."""
     measured = peak_memory(score_a_large_pool, n=2000)
@@ -500,7 +501,14 @@ def meta() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-@with_criteria("gaussian", "bernoulli", "overdispersed_binomial")
+@pytest.mark.parametrize(
+    ("name", "criterion"),
+    [
+        (name, criterion)
+        for name in ("gaussian", "bernoulli", "overdispersed_binomial")
+        for criterion in criteria_of(name)
+    ],
+)
 def test_nothing_is_made_on_the_default_device(name: str, criterion: str, meta: None) -> None:
     model, pool, X = model_of(name), points(12), make_inputs(3, 1, 2)
     options: dict[str, Any] = {

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpytorch
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import (
@@ -139,16 +140,23 @@ def matern(a: Tensor, b: Tensor) -> Tensor:
     return r.neg_().exp_().mul_(polynomial).mul_(OUTPUTSCALE)
 
 
+@cache
+def gauss_hermite(number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``number x 1`` nodes and weights, which GPyTorch keeps in float32."""
+    nodes, weights = map(torch.from_numpy, np.polynomial.hermite.hermgauss(number))
+    weights = weights / math.sqrt(math.pi)
+    return nodes.to(dtype).unsqueeze(-1), weights.to(dtype).unsqueeze(-1)
+
+
 def bare_expectations(
     likelihood: Likelihood, y: Tensor, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expected log probability, alpha and beta, with derivatives by hand on GPyTorch's nodes."""
+    """Expected log probability, alpha and beta, with derivatives by hand on as many nodes."""
     if isinstance(likelihood, GaussianLikelihood):
         noise, residual = likelihood.noise, y - mean
         log_prob = -0.5 * ((residual.square() + variance) / noise + (2 * math.pi * noise).log())
         return log_prob, residual / noise, noise.reciprocal()
-    nodes = likelihood.quadrature.locations.to(mean).unsqueeze(-1)
-    weights = likelihood.quadrature.weights.to(mean).unsqueeze(-1) / math.sqrt(math.pi)
+    nodes, weights = gauss_hermite(len(likelihood.quadrature.weights), mean.dtype)
     spread = (2 * variance).sqrt()
     f = mean + spread * nodes
     if isinstance(likelihood, BernoulliLikelihood):

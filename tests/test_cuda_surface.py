@@ -249,11 +249,22 @@ def test_conditioning(name: str) -> None:
     def action(device: torch.device) -> Any:
         model, X = model_of(name, device), points(device, 2)
         Y, arguments = observed(name, X)
+        arguments["tol"] = 1e-2  # few passes
         one = model.condition_on_observations(X, Y, **arguments)
         batches = X + 0.1 * points(device, 3, 2)
         two = one.condition_on_observations(batches, Y, **arguments)
-        paper = model.condition_on_observations(X, Y, fixed_inducing=True, **arguments)
-        return [moments(each, points(device, 4)) for each in (model, one, two, paper)]
+        return [moments(each, points(device, 4)) for each in (model, one, two)]
+
+    on_both(action)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "train_Yvar", "bernoulli", "softmax"])
+def test_conditioning_as_in_the_paper(name: str) -> None:
+    def action(device: torch.device) -> Any:
+        model, X = model_of(name, device), points(device, 2)
+        Y, arguments = observed(name, X)
+        model = model.condition_on_observations(X, Y, fixed_inducing=True, **arguments)
+        return moments(model, points(device, 4))
 
     on_both(action)
 
@@ -262,7 +273,7 @@ def test_conditioning(name: str) -> None:
 def test_fantasies(name: str) -> None:
     def action(device: torch.device) -> Any:
         model, X = model_of(name, device), points(device, 3, 2).requires_grad_()
-        fantasies = model.fantasize(X, sampler(2), **moved(totals(name, 2), device))
+        fantasies = model.fantasize(X, sampler(2), tol=1e-2, **moved(totals(name, 2), device))
         posterior = fantasies.posterior(points(device, 4), observation_noise=False)
         (posterior.mean.sum() + posterior.variance.sum()).backward()
         return posterior.mean.detach(), posterior.variance.detach(), X.grad
@@ -280,8 +291,8 @@ def with_update(name: str, device: torch.device, **options: Any) -> tuple[Sequen
 @pytest.mark.parametrize(
     "options",
     [
-        {"learn": False, "memory": 5},
-        {"steps": 1, "site_steps": 3, "discount": 0.8, "memory": 5},
+        {"learn": False, "memory": 5, "site_steps": 3},
+        {"steps": 1, "memory": 5, "site_steps": 2, "discount": 0.8},
     ],
     ids=["without learning", "with learning, discounted"],
 )
@@ -343,7 +354,8 @@ def test_fit(name: str) -> None:
     def action(device: torch.device) -> Any:
         model = model_of(name, device)
         mll = DualELBO(model.likelihood, model)
-        fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 1, "maxfun": 2}})
+        options = {"maxiter": 1, "maxfun": 2}
+        fit_gpytorch_mll(mll, optimizer_kwargs={"options": options}, starts=1)
         return state(model), moments(model, points(device, 4))
 
     on_both(action)
@@ -404,14 +416,14 @@ def test_moving_a_model(name: str) -> None:
 UPDATES: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": "adam", "steps": 1},
     "paper": {"mode": "paper", "steps": 1, "memory": 5},
-    "adapted": {"inducing": "adapt", "max_inducing": 6, "steps": 1},
+    "adapted": {"inducing": "adapt", "max_inducing": 6, "learn": False},
     "clusters": {"inducing": "cluster", "learn": False},
     "recent": {"learn": False, "memory": MemoryOptions(5, policy="recent")},
     "random": {"learn": False, "memory": MemoryOptions(0.5, policy="random")},
     "per update": {"learn": False, "memory": MemoryOptions(6, per_update=1)},
     "none": {"learn": False, "memory": MemoryOptions(policy="none")},
-    "balance": {"learn": False, "memory": MemoryOptions(5, balance=True)},
-    "replay": {"steps": 1, "memory": MemoryOptions(5, replay=0.5), "site_steps": 3},
+    "balance": {"learn": False, "memory": MemoryOptions(5, balance=True), "site_steps": 2},
+    "replay": {"steps": 1, "memory": MemoryOptions(5, replay=0.5), "site_steps": 2},
 }
 
 
@@ -419,8 +431,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     ("name", "options"),
     [
         *(("gaussian", options) for options in UPDATES if options not in ("balance", "replay")),
-        *(("bernoulli", options) for options in ("adam", "paper", "adapted", "balance", "replay")),
-        *(("softmax", options) for options in ("balance", "replay")),
+        *(("bernoulli", options) for options in ("paper", "adapted", "balance", "replay")),
+        ("softmax", "balance"),
     ],
 )
 def test_streams(name: str, options: str) -> None:
@@ -480,7 +492,7 @@ def test_other_bounds() -> None:
 # -------------------------------------------------------------------- outputs and transforms
 
 
-@pytest.mark.parametrize("name", ["gaussian", "train_Yvar", "bernoulli", "poisson"])
+@pytest.mark.parametrize("name", ["gaussian", "train_Yvar", "bernoulli"])
 def test_several_outputs(name: str) -> None:
     def action(device: torch.device) -> Any:
         X, new = points(device, 12), points(device, 4)
@@ -532,9 +544,7 @@ def test_batches_of_models() -> None:
 def transforms(device: torch.device) -> dict[str, dict[str, Any]]:
     bounds = torch.tensor([[0.0, 0.0], [1.0, 2.0]], device=device)
     return {
-        "normalize": {"input_transform": Normalize(2)},
         "bounds": {"input_transform": Normalize(2, bounds=bounds)},
-        "standardize": {"outcome_transform": Standardize(1)},
         "log": {"outcome_transform": Log()},
         "both": {"input_transform": Normalize(2), "outcome_transform": Standardize(1)},
         "warp": {"input_transform": Warp(d=2, indices=[0, 1])},
@@ -660,11 +670,9 @@ def test_uncertainty_reduction(name: str) -> None:
         options = {"threshold": threshold_of(name), "num_fantasies": 2, **given}
         found = [expected_reduction(model, X, sites, c, **options) for c in criteria_of(name)]
         weights = torch.linspace(1, 2, 7, device=device)
-        one, *others = criteria_of(name)
-        function = qExpectedUncertaintyReduction(model, sites, one, weights=weights, **options)
-        found.append(with_gradient(function, points(device, 2, 2)))
-        function = qExpectedUncertaintyReduction(model, sites, others, **options)
-        return found, with_gradient(function, X.unsqueeze(-2))
+        criteria = ["threshold-entropy", "misclassification"]
+        function = qExpectedUncertaintyReduction(model, sites, criteria, weights=weights, **options)
+        return found, [with_gradient(function, points(device, 2, q)) for q in (1, 2)]
 
     on_both(action)
 
@@ -719,8 +727,12 @@ def evaluations(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return X, torch.sin(4 * X[:, :1]), valid
 
 
+def plain_validity(X: Tensor, y: Tensor) -> SequentialGP:
+    return SequentialGP(X, y, likelihood=BernoulliLikelihood(), covar_module=make_kernel())
+
+
 VALIDITY: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "bernoulli": lambda X, y: SequentialGP(X, y, likelihood=BernoulliLikelihood()),
+    "bernoulli": plain_validity,
     "binomial": lambda X, y: SequentialGP(X, 3 * y, likelihood=seqgp.BinomialLikelihood(3)),
     "overdispersed": lambda X, y: SequentialGP(
         X, 3 * y, likelihood=seqgp.OverdispersedBinomialLikelihood(3)
@@ -769,22 +781,21 @@ def test_fantasy_outcomes(name: str, fantasy: str) -> None:
 SMALL: dict[str, Any] = {"num_restarts": 2, "raw_samples": 2, "options": {"maxiter": 1}}
 
 
-@pytest.mark.parametrize("fantasy", ["mean", "sample"])
-def test_fantasy_batches(fantasy: str) -> None:
+def test_fantasy_batches() -> None:
     def action(device: torch.device) -> Any:
         X, Y, valid = evaluations(device)
         index = valid.squeeze(-1)
         models = [
             SequentialGP(X[index], Y[index], outcome_transform=Standardize(1)),
-            SequentialGP(X, valid.to(X), likelihood=BernoulliLikelihood()),
+            plain_validity(X, valid.to(X)),
         ]
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
         batch = fantasy_batch(
             valid_improvement(best_valid(Y, valid)),
             models,
             bounds,
-            q=3,
-            fantasy=fantasy,
+            q=2,
+            fantasy=["mean", "sample"],
             X_pending=X[:1],
             X_avoid=X[1:3],
             seed=0,
@@ -859,12 +870,16 @@ def linear(device: torch.device) -> list[tuple[Tensor, Tensor, float]]:
 
 
 OPTIMIZERS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
-    "default": lambda device: SMALL,
-    "trials": lambda device: {**SMALL, "num_trials": 3},
+    "default": lambda device: {**SMALL, "make_validity": None},
+    "trials": lambda device: {**SMALL, "num_trials": 3, "make_validity": None},
     "failures": lambda device: {**SMALL, "learn_from_failures": True, "incumbent": "mean"},
     "minimum": lambda device: {**SMALL, "maximize": False, "fantasy": "sample", "refit_every": 4},
-    "levels": lambda device: {**SMALL, "discrete_dims": {1: [0.0, 0.5, 1.0]}},
-    "fixed": lambda device: {**SMALL, "fixed_features": {0: 0.5}},
+    "levels": lambda device: {
+        **SMALL,
+        "discrete_dims": {1: [0.0, 0.5, 1.0]},
+        "fixed_features": {0: 0.5},
+        "options": {"maxiter_alternating": 1, "maxiter_continuous": 1},
+    },
     "constraints": lambda device: {**SMALL, "inequality_constraints": linear(device)},
     "choices": lambda device: {"choices": points(device, 9)},
 }
@@ -873,21 +888,20 @@ OPTIMIZERS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_batch_optimizer(name: str) -> None:
     def action(device: torch.device) -> Any:
-        options = OPTIMIZERS[name](device)
-        if name == "levels":
-            options["options"] = {"maxiter_alternating": 1, "maxiter_continuous": 1}
+        options = {"make_validity": plain_validity, **OPTIMIZERS[name](device)}
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
-        made = [
-            BatchOptimizer(bounds, num_initial=5, fit_options={"maxiter": 1}, **options)
+        optimizer, other = (
+            BatchOptimizer(bounds, num_initial=5, fit_options={"maxiter": 0}, **options)
             for _ in range(2)
-        ]
-        optimizer, other = made
+        )
         first = optimizer.ask(4, X_pending=points(device, 1))
         X = torch.cat([first, points(device, 1) / 2])
         valid = (X.sum(-1) < 1.1).long() * optimizer.num_trials
         assert 0 < int((valid > 0).sum()) < len(X)
-        optimizer.tell(X[:4], torch.sin(4 * X[:4, 0]), valid[:4])
-        optimizer.tell(X[4:], torch.where(valid > 0, X[:, 0], torch.nan)[4:], valid[4:])
+        Y = torch.where(valid > 0, torch.sin(4 * X[:, 0]), torch.nan)
+        if name == "minimum":  # the last point is not refitted to
+            optimizer.tell(X[:4], Y[:4], valid[:4])
+        optimizer.tell(X[len(optimizer.X) :], Y[len(optimizer.X) :], valid[len(optimizer.X) :])
         other.load_state_dict(optimizer.state_dict())
         proposed = other.ask(2, X_pending=points(device, 1))
         probability = optimizer.probability_of_validity(points(device, 4))
@@ -901,9 +915,10 @@ def test_optimizers_between_devices() -> None:
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     X = points(CPU, 5)
     with PretendCUDA():
-        there = BatchOptimizer(bounds.to(DEVICE), fit_options={"maxiter": 1}, **SMALL)
+        options = {"make_validity": plain_validity, "fit_options": {"maxiter": 0}, **SMALL}
+        there = BatchOptimizer(bounds.to(DEVICE), **options)
         there.tell(X.to(DEVICE), X.sum(-1).tolist(), [True] * 4 + [False])
-        here = BatchOptimizer(bounds, fit_options={"maxiter": 1}, **SMALL)
+        here = BatchOptimizer(bounds, **options)
         here.load_state_dict(there.state_dict())
         here.tell(X[:1], X[:1].sum(-1))
         there.tell(X[:1].to(DEVICE), X[:1].sum(-1).numpy())

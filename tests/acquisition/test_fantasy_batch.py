@@ -148,13 +148,13 @@ def test_outcomes_of_gaussian_models() -> None:
 
 
 def test_samples_are_those_of_the_posterior() -> None:
-    model, x = pair()[0], make_inputs(2, 2)
-    draws = torch.stack([fantasy_outcome(model, x, "sample", seed=k) for k in range(1000)])
+    model, x, number = pair()[0], make_inputs(2, 2), 300
+    draws = torch.stack([fantasy_outcome(model, x, "sample", seed=k) for k in range(number)])
     posterior = model.posterior(x, observation_noise=True)
     C, variance = posterior.covariance_matrix, posterior.variance
-    assert ((draws.mean(0) - posterior.mean).abs() < 4 * (variance / 1000).sqrt()).all()
+    assert ((draws.mean(0) - posterior.mean).abs() < 4 * (variance / number).sqrt()).all()
     # The standard error of a Gaussian's sample covariance.
-    error = ((C.square() + variance * variance.mT) / 1000).sqrt()
+    error = ((C.square() + variance * variance.mT) / number).sqrt()
     assert ((draws.squeeze(-1).T.cov() - C).abs() < 4 * error).all()
     assert torch.equal(
         fantasy_outcome(model, x, "sample", seed=5), fantasy_outcome(model, x, "sample", seed=5)
@@ -201,6 +201,7 @@ def test_models_are_untouched() -> None:
         assert_untouched(model, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fantasy", FANTASIES)
 @pytest.mark.parametrize("noise", [1e-4, 0.3])
 def test_no_near_duplicates(fantasy: str, noise: float) -> None:
@@ -348,6 +349,7 @@ def test_without_validity_it_is_expected_improvement() -> None:
     assert_close(imagined, LogExpectedImprovement(model, 0.3)(X), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory",
     [
@@ -383,6 +385,7 @@ def test_inequality_constraints() -> None:
     assert torch.pdist(X).min() > 5e-3
 
 
+@pytest.mark.slow
 def test_mixed_spaces() -> None:
     levels = [0.0, 0.5, 1.0]
     X = Failing().batch(4, fixed_features_list=[{0: level} for level in levels]).X

@@ -225,6 +225,7 @@ def test_metrics_over_time() -> None:
 # -------------------------------------------------------------------- metrics
 
 
+@pytest.mark.slow
 def test_counts_are_minimised() -> None:
     """Noisy counts on a grid, whose rate is least at (0.3, 0.6)."""
     client = make_client("-defects", likelihoods={"defects": "poisson"}, num_initial=1)
@@ -239,16 +240,13 @@ def test_counts_are_minimised() -> None:
     for x, y in itertools.product((0.1, 0.3, 0.5, 0.7, 0.9), repeat=2):
         point = {"x": x, "y": y}
         client.complete_trial(client.attach_trial(point), raw_data=evaluate(point))
-    ((chosen, _),) = run(client, evaluate, 1)
-    assert rate(chosen) < 6
+    run(client, evaluate, 3)
     points = [{"x": 0.3, "y": 0.6}, {"x": 0.9, "y": 0.1}]
     for point, predicted in zip(points, client.predict(points), strict=True):
         mean, error = predicted["defects"]
-        print(mean, error, rate(point))
         assert abs(mean - rate(point)) < 3 * error
     best, *_ = client.get_best_parameterization()
-    print(best, rate(best))
-    assert rate(best) < 6
+    assert rate(best) < 4
 
 
 @pytest.mark.slow

@@ -490,6 +490,7 @@ def test_rivals_learn_a_stream(method: Any, regression: bool) -> None:
 # -------------------------------------------------------------------- refitting
 
 
+@pytest.mark.slow
 def test_refit_is_a_fit_to_all_data() -> None:
     """After the last piece, the bound is that of our own fit to all data, or a little less."""
     data = stream(num_pieces=2)

@@ -129,10 +129,10 @@ ACQUISITIONS: dict[str, tuple[Callable[[Model], AcquisitionFunction], int]] = {
 SAMPLERS = ("MaxPosteriorSampling", "draw_matheron_paths")
 
 
-def entries(*kinds: str) -> list[tuple[str, str]]:
-    """Entries of the table, variants included, that say one of these."""
+def entries(*kinds: str) -> list[Any]:
+    """Entries of the table, and their variants, that say one of these."""
     return [
-        (name, likelihood)
+        pytest.param(name, likelihood, marks=[pytest.mark.slow] if "," in name else [])
         for name in ACQUISITIONS
         for likelihood in LIKELIHOODS
         if TABLE[name.split(",")[0], likelihood] in kinds
@@ -168,7 +168,7 @@ def test_the_table_is_complete() -> None:
 @plain_improvement
 @pytest.mark.parametrize(("name", "likelihood"), entries(WORKS))
 def test_works(name: str, likelihood: str) -> None:
-    """It can be evaluated and optimised, and what is found is better than a random guess."""
+    """It can be evaluated and optimised: from the best of a few random points it goes uphill."""
     make, q = ACQUISITIONS[name]
     acquisition = make(make_model(likelihood))
     X = candidates(acquisition, q, b=8)
@@ -181,14 +181,14 @@ def test_works(name: str, likelihood: str) -> None:
         bounds=torch.tensor([[0.0, 0.0], [1.0, 1.0]]),
         # One step after the other, in qMultiStepLookahead, are one large batch of points.
         q=X.shape[-2] if isinstance(acquisition, qMultiStepLookahead) else q,
-        num_restarts=2,
-        raw_samples=8,
+        num_restarts=1,
+        batch_initial_conditions=X[values.argmax()].unsqueeze(0),
         options={"maxiter": 8, "maxfun": 25},
         retry_on_optimization_warning=False,  # fantasies of discrete observations are not smooth
     )
     assert found.shape == (q, 2)
     assert ((found >= 0) & (found <= 1)).all()
-    assert value > values.mean()
+    assert value > values.max()
 
 
 @plain_improvement

@@ -55,6 +55,7 @@ class Observations:
         dtype: torch.dtype | None = None,
         options: Collection[str] = (),
         names: tuple[str, str] = ("inputs", "targets"),
+        has_outputs: bool = False,
     ) -> Observations:
         """Observations that have passed all checks; raises an error that says what is wrong.
 
@@ -69,6 +70,8 @@ class Observations:
             dtype: The expected precision; inputs of more are refused.
             options: Names that could have been meant by unknown arguments.
             names: What to call inputs and targets in errors.
+            has_outputs: Whether the targets have a batch dimension more than the inputs, the last,
+                for outputs that share these.
         """
         arguments = {k: v for k, v in (arguments or {}).items() if v is not None}
         points = inputs
@@ -78,7 +81,8 @@ class Observations:
         n = points.shape[-2] if isinstance(points, Tensor) and points.dim() > 1 else 0
         check_arguments(likelihood, arguments, options, needed=n > 0)
         arguments = arguments_held_by(likelihood, n, arguments) | arguments
-        check_data(inputs, points, targets, likelihood, arguments, dim, dtype, names)
+        at = points.unsqueeze(-3) if has_outputs else points
+        check_data(inputs, at, targets, likelihood, arguments, dim, dtype, names)
         check_weights(weights, n)
         dtype = inputs.dtype
         per_point = {key: torch.as_tensor(v, device=inputs.device) for key, v in arguments.items()}

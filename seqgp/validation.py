@@ -68,12 +68,18 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
         dim: The expected ``d``, if it is known.
         name: What to call it in the error.
     """
-    _check_input_shape(inputs, dim, name)
+    check_input_shape(inputs, dim, name)
     _check_finite(inputs, name, -2)
 
 
-def _check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
-    """As `check_inputs`, without looking at the numbers."""
+def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
+    """As `check_inputs`, without looking at the numbers.
+
+    Args:
+        inputs: The tensor to check.
+        dim: The expected ``d``, if it is known.
+        name: What to call it in the error.
+    """
     check_tensor(inputs, name)
     if not inputs.is_floating_point():
         raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
@@ -271,7 +277,7 @@ def check_data(
         dtype: The precision of the model, if it is known.
         names: What to call inputs and targets in errors.
     """
-    _check_input_shape(points, dim, names[0])
+    check_input_shape(points, dim, names[0])
     if dtype is not None and torch.promote_types(inputs.dtype, dtype) != dtype:
         raise TypeError(
             f"{names[0]}: expected {dtype} as the inducing points are, got {inputs.dtype}; convert "

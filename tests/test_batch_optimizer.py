@@ -365,7 +365,7 @@ def test_nothing_is_made_on_the_default_device() -> None:
     ("X", "Y", "valid", "error", "message"),
     [
         (torch.rand(2, 3).double(), torch.zeros(2), None, ValueError, "n x 2"),
-        (torch.rand(2, 2).float(), torch.zeros(2), None, TypeError, "as the bounds are"),
+        (torch.rand(2, 2).float(), torch.zeros(2), None, TypeError, "like the bounds"),
         (torch.rand(2, 2).double() / 0, torch.zeros(2), None, ValueError, "finite"),
         (torch.rand(2, 2).double(), torch.zeros(3), None, ValueError, "2 values"),
         (torch.rand(2, 2).double(), torch.zeros(2), torch.ones(1), ValueError, "2 labels"),

@@ -35,7 +35,6 @@ from botorch.sampling.pathwise import draw_matheron_paths
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.mlls import VariationalELBO
-from seqgp.checkpoint.files import load_extra
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -59,6 +58,7 @@ from seqgp.acquisition import (
 from seqgp.acquisition.fantasy_batch import FANTASIES
 from seqgp.acquisition.uncertainty import CRITERIA
 from seqgp.batch_optimizer import BatchOptimizer
+from seqgp.checkpoint import load_extra
 from seqgp.kernel_scales import median_distance, sharp
 from seqgp.streaming.memory import MemoryOptions
 from tests import test_devices

@@ -104,7 +104,8 @@ def condition(
     with torch.no_grad():
         state, info = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
     state = _attach_gradient(lambda s: step(s)[0], state)
-    return conditioned_from_sites(centred, covariance, state, signed), info
+    # Where the iteration has been there is a posterior: no need to ask the device whether.
+    return _condition(centred, covariance, state, signed, strict=True), info
 
 
 def conditioned_from_sites(
@@ -121,10 +122,12 @@ def conditioned_from_sites(
     return _condition(centred, covariance, state, signed)
 
 
-def _condition(centred: Tensor, covariance: Tensor, state: Sites, signed: bool) -> Conditioned:
-    """As `conditioned_from_sites`."""
+def _condition(
+    centred: Tensor, covariance: Tensor, state: Sites, signed: bool, strict: bool = False
+) -> Conditioned:
+    """As `conditioned_from_sites`; NaN instead of jitter or an error if ``strict``."""
     lam, beta = state
-    roots, sign, _ = _roots(covariance, beta, signed)
+    roots, sign, _ = _roots(covariance, beta, signed, strict)
     # (I + beta C)^-1 r = r - D C r, which holds for precisions of zero as well.
     r = (lam - beta * centred).unsqueeze(-1)
     gain = r - roots.mT @ (sign * (roots @ (covariance @ r)))

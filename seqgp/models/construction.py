@@ -127,7 +127,14 @@ def assemble(
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
     observations = _observations(
-        train_X, Y, likelihood, arguments, coefficients, outcome_transform, _to_targets(given_Y)
+        train_X,
+        Y,
+        likelihood,
+        arguments,
+        coefficients,
+        outcome_transform,
+        _to_targets(given_Y),
+        m > 1,
     )
     if covar_module is None:
         if has_closed_form(likelihood) and coefficients is None:  # which no missing target is
@@ -215,18 +222,27 @@ def _observations(
     coefficients: Tensor | None,
     outcome_transform: OutcomeTransform | None,
     given: Tensor,
+    has_outputs: bool,
 ) -> Observations:
     """Checked copies of the data: what the caller does to them later does not matter."""
     names = ("train_X", "train_Y")
     try:
         checked = Observations.checked(
-            train_X, targets, likelihood, arguments, None, coefficients, names=names
+            train_X,
+            targets,
+            likelihood,
+            arguments,
+            None,
+            coefficients,
+            names=names,
+            has_outputs=has_outputs,
         )
     except ValueError as error:
         if outcome_transform is None:
             raise
         # Unless what was given is wrong itself, the transform has made it so.
         points = train_X if coefficients is None else train_X[..., 0, :]
+        points = points.unsqueeze(-3) if has_outputs else points
         check_targets(given, points, likelihood, name="train_Y", **arguments)
         raise ValueError(
             f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "

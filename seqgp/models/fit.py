@@ -161,7 +161,7 @@ def _fit_full_batch(
 
     def converged_loss() -> Tensor:
         nonlocal sites
-        bound, sites = model.bound(sites, SITE_TOLERANCE, exact=exact)
+        bound, sites = model.bound(sites, SITE_TOLERANCE, max_steps=100, exact=exact)
         return -mll.with_priors(bound, max(model.num_data, 1)).sum()
 
     def forget_sites() -> None:
@@ -212,7 +212,7 @@ def _fit_full_batch(
     if covers:  # the inputs may be transformed by what was learnt
         with torch.no_grad():
             Z = model.transformed(model.stream.observations).points
-        strategy.start_from(Z.expand(*strategy.inducing_points.shape[:-2], *Z.shape[-2:]))
+        strategy.start_from(Z.reshape(strategy.inducing_points.shape))
     bar.close()
 
 

@@ -210,7 +210,7 @@ class ObservationPosterior(Posterior):
         """``p(y | f)`` at latents ``... x q x l``, with batch shape ``... [x m] x q``."""
         if isinstance(self.likelihood, BernoulliLikelihood):
             # Without `forward`, which makes a tensor on the default device.
-            return Bernoulli(torch.special.ndtr(f.mT))
+            return Bernoulli(torch.special.ndtr(f.mT), validate_args=False)
         if isinstance(self.likelihood, OverdispersedBinomialLikelihood):
             return self.likelihood.conditional.forward(f.mT, **self.arguments)
         if not self.several_latents:

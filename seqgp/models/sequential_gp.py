@@ -56,6 +56,7 @@ from seqgp.streaming.update import (
 )
 from seqgp.validation import (
     check_arguments,
+    check_input_shape,
     check_inputs,
     check_instance,
     check_points,
@@ -64,6 +65,7 @@ from seqgp.validation import (
     check_Y,
     renamed,
 )
+from seqgp.variational.prior_blocks import mean_and_kernel
 from seqgp.variational.strategy import DualVariationalStrategy
 
 #: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
@@ -198,8 +200,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.stream = StreamState.begin(parts.observations)
         note_classes(self)
         self.to(train_X)
-        self.refresh()
         self.eval()
+        self.refresh()
 
     # ---------------------------------------------------------------- data
 
@@ -208,10 +210,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """The inputs that the model holds, ``batch_shape x n x d``, as they were given."""
         return (self.stream.observations.inputs,)
 
+    @train_inputs.setter
+    def train_inputs(self, inputs: tuple[Tensor]) -> None:
+        self.set_train_data(inputs=inputs[0], strict=False)
+
     @property
     def train_targets(self) -> Tensor:
         """``batch_shape [x m] x n``, the transformed targets that the model holds."""
         return self.stream.observations.targets
+
+    @train_targets.setter
+    def train_targets(self, targets: Tensor) -> None:
+        self.set_train_data(targets=targets, strict=False)
 
     @property
     def likelihood_arguments(self) -> dict[str, Tensor]:
@@ -271,7 +281,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         points = X if coefficients is None else X[..., 0, :]
-        check_inputs(points, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_input_shape(points, self.variational_strategy.inducing_points.shape[-1], "X")
         if points.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
@@ -300,7 +310,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             if noise is not None:
                 arguments = {**arguments, "noise": self.to_targets(noise)}
         return Observations.checked(
-            X, targets, self.likelihood, arguments, None, coefficients, names=("X", "Y")
+            X,
+            targets,
+            self.likelihood,
+            arguments,
+            None,
+            coefficients,
+            names=("X", "Y"),
+            has_outputs=self.has_output_dim,
         )
 
     # ---------------------------------------------------------------- shapes
@@ -375,6 +392,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- the model
 
+    @mean_and_kernel
     def forward(self, X: Tensor) -> MultivariateNormal:
         """The prior at transformed inputs ``... x n x d``."""
         return MultivariateNormal(self.mean_module(X), self.covar_module(X))
@@ -614,10 +632,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         ):
             if strict and new is not None and new.shape != old.shape:
                 raise ValueError(f"{name}: expected shape {tuple(old.shape)}, got {new.shape}.")
-        changed = replace(
-            held,
-            inputs=held.inputs if inputs is None else inputs,
-            targets=held.targets if targets is None else targets,
+        changed = Observations.checked(
+            held.inputs if inputs is None else inputs.detach(),
+            held.targets if targets is None else targets.detach(),
+            self.likelihood,
+            held.arguments,
+            held.weights,
+            held.coefficients,
+            has_outputs=self.has_output_dim,
         )
         represents = self.stream.represents
         if len(changed) != len(represents):
@@ -672,8 +694,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 does both, ``"cluster"`` makes them the centres of clusters of all inputs so far
                 (for inputs of many dimensions, where each is far from all others), ``"fixed"``
                 leaves them alone; or an `InducingPointRule` of your own. By default ``"fixed"`` if
-                nothing is learnt, else ``"both"``, or ``"adapt"`` if the model was built with
-                ``learn_inducing_points=False``.
+                nothing is learnt or the model was built with ``learn_inducing_points=False``, else
+                ``"both"``.
             max_inducing: Their largest number if they are adapted; by default what the model was
                 built with, or would have been had there been enough inputs.
             discount: Factor for what the summary held before, for streams that drift.

@@ -114,8 +114,8 @@ class PseudoLikelihood(UpdateRule):
     name = "pseudo-likelihood"
 
     def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
-        """Exchanged, and moved by gradient if they are a parameter, when something is learnt."""
-        return Exchange(moves=moves) if learns else Keep()
+        """Exchanged and moved by gradient, if something is learnt and they are a parameter."""
+        return Exchange(moves=True) if learns and moves else Keep()
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool

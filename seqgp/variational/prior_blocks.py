@@ -127,9 +127,15 @@ def _from_modules(
     """As `joint_prior`, from a mean and a kernel."""
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
-    mean = mean_module(right)
+    mean, prior_left = mean_module(right), None
     if shared and left_batch.numel() == 1:
-        cross = to_dense(kernel(left.reshape(-1, d), right.reshape(-1, d)))
+        flat_left, flat_right = left.reshape(-1, d), right.reshape(-1, d)
+        if with_left:  # both blocks at once
+            both = to_dense(kernel(flat_left, torch.cat([flat_left, flat_right])))
+            both = both.reshape(p, -1)
+            prior_left, cross = (mean_module(left).reshape(p), both[:, :p]), both[:, p:]
+        else:
+            cross = to_dense(kernel(flat_left, flat_right))
         cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
         mean = mean.reshape(*right_batch, n)
     elif shared and right_batch.numel() == 1 and not with_left:
@@ -140,7 +146,9 @@ def _from_modules(
         batch = broadcast_shapes(left_batch, right_batch)
         right = right.expand(*batch, n, d)
         cross = to_dense(kernel(left.expand(*batch, p, d), right))
-        mean = mean.expand(*cross.shape[:-2], n)
+        mean = mean.expand(*broadcast_shapes(mean.shape[:-1], cross.shape[:-2]), n)
+        if with_left:
+            prior_left = mean_module(left), to_dense(kernel(left))
 
     def variance() -> Tensor:
         diagonal = kernel(right, diag=True)
@@ -149,9 +157,6 @@ def _from_modules(
     def full() -> LinearOperator:
         return kernel(right)
 
-    prior_left = (mean_module(left), to_dense(kernel(left))) if with_left else None
-    if prior_left is not None and shared:
-        prior_left = prior_left[0].reshape(p), prior_left[1].reshape(p, p)
     return Prior(cross, mean, variance, full, prior_left)
 
 

@@ -491,7 +491,9 @@ class DualVariationalStrategy(DualState):
             sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
         summary = self._folded(state, data, likelihood, sites, 1, discount, index)
-        self.store(state.duals, state, summary=summary)
+        self.store(state.duals, state, summary=summary, factors=state.factors)
+        if len(data) if index is None else len(index):
+            self._summary_known = self.summary_count, self.summary_count._version, True
 
     @torch.no_grad()
     def unfold(
@@ -704,12 +706,14 @@ class DualVariationalStrategy(DualState):
                 variance = (variance - (sign * reduction.square()).sum(-2)).clamp_min(0)
             covariance = DiagLinearOperator(variance)
         else:
-            # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite.
+            # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite. It
+            # is relative to the variance at the inducing points, which is at hand.
+            scale = state.chol.square().sum(-1).mean(-1, keepdim=True)
             covariance = PosteriorCovariance(
                 prior.covariance(),
                 A,
                 explained(A, state.factors),
-                self.jitter_val * prior.variance(),
+                (self.jitter_val * scale).expand(*scale.shape[:-1], x.shape[-2]),
                 reduction,
                 sign,
                 batch_shape=mean.shape[:-1],
@@ -888,6 +892,9 @@ class DualVariationalStrategy(DualState):
         for module in (model, strategy):
             for name in ("_modules", "_parameters", "_buffers"):
                 module.__dict__[name] = dict(module.__dict__[name])
+        # What a deep copy has to leave behind is still true of this one.
+        for name in ("_cache", "_summary_known", "_past", "_whitened"):
+            strategy.__dict__[name] = self.__dict__[name]
         object.__setattr__(strategy, "model", model)
         model.variational_strategy = strategy
         return model
@@ -901,7 +908,8 @@ class DualVariationalStrategy(DualState):
         """
         self.set_tensors(other.tensors())
         self.variational_params_initialized = other.variational_params_initialized
-        self._cache, self._past, self._whitened = other._cache, other._past, other._whitened
+        for name in ("_cache", "_summary_known", "_past", "_whitened"):
+            self.__dict__[name] = other.__dict__[name]
 
     def _moments(self, state: State, data: Observations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` of what is observed."""

@@ -162,9 +162,9 @@ def test_prevalence_and_exceedance_count_the_nugget() -> None:
     ("arguments", "message"),
     [
         (("knowledge", "logit", 0.1), "criterion: expected one of 'threshold-entropy'"),
-        (("threshold-entropy", "logit", None), "threshold: 'threshold-entropy' compares"),
-        (("misclassification", "logit", 1.5), "threshold: expected a value inside of the range"),
-        (("misclassification", "softplus", -1.0), "threshold: expected a value inside"),
+        (("threshold-entropy", "logit", None), "threshold: required for 'threshold-entropy'"),
+        (("misclassification", "logit", 1.5), "threshold: expected a value in the range"),
+        (("misclassification", "softplus", -1.0), "threshold: expected a value in the range"),
     ],
 )
 def test_errors(arguments: tuple[str, str, float | None], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +58,17 @@ def test_sql(tmp_path: Path) -> None:
     config = StorageConfig(url=f"sqlite:///{tmp_path / 'ax.db'}")
     init_engine_and_session_factory(url=config.url, force_init=True)
     create_all_tables(get_engine())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SQLAlchemy's, about Ax
-        client = Client(storage_config=config, random_seed=0)
-        client.configure_experiment([unit_range("x"), unit_range("y")], name="experiment")
-        client.configure_optimization("z", outcome_constraints=["count <= 3"])
-        client.set_generation_strategy(
-            seqgp.ax.generation_strategy(
-                likelihoods={"count": "poisson"}, num_initial=4, optimizer_options=QUICK
-            )
+    client = Client(storage_config=config, random_seed=0)
+    client.configure_experiment([unit_range("x"), unit_range("y")], name="experiment")
+    client.configure_optimization("z", outcome_constraints=["count <= 3"])
+    client.set_generation_strategy(
+        seqgp.ax.generation_strategy(
+            likelihoods={"count": "poisson"}, num_initial=4, optimizer_options=QUICK
         )
-        run(client, evaluate, 5)
-        loaded = Client.load_from_database("experiment", storage_config=config)
-        run(loaded, evaluate, 1)
+    )
+    run(client, evaluate, 5)
+    loaded = Client.load_from_database("experiment", storage_config=config)
+    run(loaded, evaluate, 1)
     assert isinstance(model_of(loaded, "count"), AxSequentialGP)
     assert len(loaded.summarize()) == 6
 
@@ -79,11 +76,7 @@ def test_sql(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("storage")
 @pytest.mark.slow
 def test_all_of_ax_s_analyses(client: Client) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cards = [
-            card for group in client.compute_analyses(display=False) for card in group.flatten()
-        ]
+    cards = [card for group in client.compute_analyses(display=False) for card in group.flatten()]
     assert not [card for card in cards if isinstance(card, ErrorAnalysisCard)]
     names = {card.name for card in cards}
     assert {"CrossValidationPlot", "SensitivityAnalysisPlot", "ArmEffectsPlot"} <= names

@@ -497,8 +497,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
     "a posterior's shape": (("buffers", f"{STRATEGY}.dual_B"), lambda value: value[:-1]),
     "a posterior of others": (("buffers", f"{STRATEGY}.dual_lam"), lambda value: value[:-1]),
     "a transform's shape": (("buffers", "input_transform._offset"), lambda value: value[..., :1]),
-    "rows of targets": (("attributes", "", "train_targets"), lambda value: value[1:]),
-    "the kind of an attribute": (("attributes", "", "memory_weights"), lambda value: "all"),
+    "rows of targets": (
+        ("attributes", "", "stream", "arguments", "observations", "arguments", "targets"),
+        lambda value: value[1:],
+    ),
+    "the kind of an attribute": (
+        ("attributes", "", "stream", "arguments", "represents"),
+        lambda value: "all",
+    ),
     "an attribute of torch": (("attributes", ""), lambda value: {**value, "_modules": 1}),
     "a held attribute of torch": (
         ("held",),
@@ -524,7 +530,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
         lambda value: torch.rand(20_000, 2),
     ),
     "no data, many times": (
-        ("attributes", "", "train_inputs", "items", 0),
+        ("attributes", "", "stream", "arguments", "observations", "arguments", "inputs"),
         lambda value: torch.zeros(10**9, 0, 2),
     ),
 }

@@ -209,7 +209,8 @@ def check_arguments(
         options: What else could have been meant.
         needed: Whether those that the likelihood cannot do without have to be there.
     """
-    known, required = _arguments_of(type(likelihood), is_conjugate(likelihood))
+    kind_of: Any = type(likelihood)  # hashable, as all classes are
+    known, required = _arguments_of(kind_of, is_conjugate(likelihood))
     given, kind = list(given), type(likelihood).__name__
     for name in given:
         if known is not None and name not in known:

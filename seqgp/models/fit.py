@@ -16,6 +16,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
+from seqgp.dual import Sites
 from seqgp.likelihoods.traits import precision_floor
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
@@ -124,14 +125,17 @@ def fit(
     m = model.variational_strategy.inducing_points.shape[-2]
     if batch_size is None and model.num_data * m > FULL_BATCH_ELEMENTS:
         batch_size = 1024
+    sites = None
     if batch_size is None:
-        _fit_full_batch(model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs)
+        sites = _fit_full_batch(
+            model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs
+        )
     else:
         objective.train()
         _fit_minibatches(
             model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
         )
-    model.refresh()
+    model.refresh(start=sites)
     return mll.eval()
 
 
@@ -142,7 +146,8 @@ def _fit_full_batch(
     rounds: int,
     progress: bool,
     **kwargs: Any,
-) -> None:
+) -> Sites | None:
+    """Returns the sites at the hyperparameters that were found, as far as they are known."""
     strategy = model.variational_strategy
     covers, dual = model.inducing_points_cover_data, isinstance(mll, DualELBO) and mll.beta == 1
     # Inducing points at all inputs are optimal already.
@@ -152,12 +157,12 @@ def _fit_full_batch(
         if not name.endswith("inducing_points") or (model.fits_inducing_points and not covers)
     }
     if not parameters:
-        return
+        return None
     exact = (
         covers and dual and not strategy.has_summary and precision_floor(model.likelihood) == 0.0
     )
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
-    sites = None
+    sites: Sites | None = None
 
     def converged_loss() -> Tensor:
         nonlocal sites
@@ -213,7 +218,11 @@ def _fit_full_batch(
         with torch.no_grad():
             Z = model.transformed(model.stream.observations).points
         strategy.start_from(Z.reshape(strategy.inducing_points.shape))
+    if dual:
+        with torch.no_grad():
+            objective()
     bar.close()
+    return sites
 
 
 def _chosen_anew(model: FittedModel, covers: bool) -> bool:

@@ -534,13 +534,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
 
     @torch.no_grad()
-    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> Tensor:
+    def refresh(
+        self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
+    ) -> Tensor:
         """Converge the sites of the training data at the present hyperparameters.
 
         Args:
             tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
             max_steps: The largest number of passes over the data. By default 100; suppresses the
                 non-convergence warning if given.
+            start: Sites to start from; by default the present posterior.
 
         Returns:
             The bound of all that is known, of the batch shape of the model.
@@ -555,6 +558,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 tol=tol,
                 max_steps=limit,
                 summary_share=stream.summary_share,
+                start=start,
             )
         if not strategy.has_summary:
             return info.elbo

@@ -57,7 +57,9 @@ class StreamModel(Protocol):
         """Stored observations as the strategy sees them."""
         ...
 
-    def refresh(self, tol: float = 1e-8, max_steps: int | None = None) -> Tensor:
+    def refresh(
+        self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
+    ) -> Tensor:
         """Converge the sites of the stored observations; returns the bound."""
         ...
 

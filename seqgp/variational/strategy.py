@@ -32,10 +32,12 @@ from seqgp.dual import (
     posterior_variance,
     rebase_summary,
     solve_lower,
+    tie,
 )
 from seqgp.dual.conditioning import conditioned_from_sites
+from seqgp.dual.duals import add as add_duals
 from seqgp.dual.linalg import broadcast_shapes
-from seqgp.dual.posterior import explained, unexplained_variance
+from seqgp.dual.posterior import explained, has_posterior, unexplained_variance
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import least_square, log_constant
 from seqgp.likelihoods.softmax import softmax_bound_sites
@@ -274,6 +276,7 @@ class DualVariationalStrategy(DualState):
         weights: Tensor | None = None,
         coefficients: Tensor | None = None,
         summary_share: float = 1.0,
+        start: Sites | None = None,
         **arguments: Any,
     ) -> Convergence:
         """Natural-gradient steps until the sites of all the given data have converged.
@@ -292,6 +295,8 @@ class DualVariationalStrategy(DualState):
             coefficients: ``... x n x J``, for observations of ``sum_j c_ij f(x_ij)`` at inputs
                 ``... x n x J x d``.
             summary_share: How much of the summary counts, from 0 to 1.
+            start: Sites of the data to start from, as `bound` returns them; by default the
+                iteration starts from the present posterior.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -313,8 +318,13 @@ class DualVariationalStrategy(DualState):
             duals, factors, bound = conjugate_duals(batches(), base, like=state.duals)
             self.store(duals, state, factors=factors)
             return Convergence(1, torch.zeros_like(bound), bound, True)
+        first = state.duals
+        if start is not None:
+            tied = tie(self.whitened(state.chol, state.shared, data).A, start)
+            tied = tied if base is None else add_duals(tied, base)
+            first = tied if has_posterior(tied) else first
         duals, info = converge(
-            state.duals, batches, base=base, rho=rho, tol=tol, max_steps=max_steps, **options
+            first, batches, base=base, rho=rho, tol=tol, max_steps=max_steps, **options
         )
         self.store(duals, state)
         return info

@@ -55,7 +55,7 @@ from seqgp.acquisition import (
     select_from_pool,
     valid_improvement,
 )
-from seqgp.acquisition.fantasy_batch import FANTASIES
+from seqgp.acquisition.fantasies import FANTASIES
 from seqgp.acquisition.uncertainty import CRITERIA
 from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.checkpoint import load_extra

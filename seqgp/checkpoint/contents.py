@@ -242,7 +242,7 @@ def _content(model: torch.nn.Module) -> dict[str, Any]:
         "class": name_of(type(model)),
         "parts": parts,
         "reason": reason,
-        "modules": {name: name_of(type(module)) for name, module in model.named_modules()},
+        "modules": _classes(model),
         "training": {name: module.training for name, module in model.named_modules()},
         "parameters": {
             name: {"value": p.detach().clone(), "requires_grad": p.requires_grad}
@@ -254,6 +254,13 @@ def _content(model: torch.nn.Module) -> dict[str, Any]:
         "left_out": left_out,
         "observed": _describe_observed(model),
         "random": _random_state(),
+    }
+
+
+def _classes(model: torch.nn.Module) -> dict[str, str]:
+    """The classes of all modules by name; those that are shared, under each of their names."""
+    return {
+        name: name_of(type(module)) for name, module in model.named_modules(remove_duplicate=False)
     }
 
 
@@ -433,7 +440,7 @@ def _copy_of(like: Any, content: dict[str, Any]) -> Any:
             f"like: expected a model as the one that was saved, a {content['class']}, got a "
             f"{type(like).__name__}."
         )
-    have = {name: name_of(type(module)) for name, module in like.named_modules()}
+    have = _classes(like)
     for name in {**content["modules"], **have}:
         wanted, found = content["modules"].get(name), have.get(name)
         if wanted != found:
@@ -448,7 +455,7 @@ def _copy_of(like: Any, content: dict[str, Any]) -> Any:
 @torch.no_grad()
 def _restore(model: Any, content: dict[str, Any]) -> None:
     """Give a model of the right modules everything else."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     parameters, saved = dict(model.named_parameters()), content["parameters"]
     if parameters.keys() != saved.keys():
         names = sorted(parameters.keys() ^ saved.keys())

@@ -122,7 +122,7 @@ def describe(value: Any, name: str) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter):
+        if type(value.detach().cpu()) is not Tensor:  # a subclass, on the host as well
             raise CannotDescribe(f"{name} is a {type(value).__name__}")
         return value.detach().clone()
     if type(value) is list:

@@ -159,7 +159,7 @@ def _encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
         raise ValueError(f"Lists and dictionaries are nested more than {_MAX_DEPTH} levels deep.")
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) in (Tensor, torch.nn.Parameter):
+    if isinstance(value, Tensor) and type(value.detach().cpu()) is Tensor:
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
     if type(value) is list:

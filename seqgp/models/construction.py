@@ -103,10 +103,10 @@ def assemble(
     with torch.no_grad():
         X = flat
         if input_transform is not None:
-            input_transform.train()
+            input_transform.to(train_X).train()
             X = input_transform(flat)
         if outcome_transform is not None:
-            outcome_transform.train()
+            outcome_transform.to(train_X).train()
             at = X if coefficients is None else points
             train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=at)
     m, batch_shape = train_Y.shape[-1], points.shape[:-2]

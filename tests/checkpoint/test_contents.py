@@ -636,3 +636,13 @@ def test_a_killed_stream_goes_on_bit_by_bit(tmp_path: Path) -> None:
     without_pause = namespace["run"](tmp_path / "whole.pt", 6)
     torch.set_num_threads(threads)
     assert_identical(without_pause, seqgp.load(tmp_path / "killed.pt"))
+
+
+def test_a_loaded_model_that_is_saved_again_is_like_the_first(tmp_path: Path) -> None:
+    """Modules that GPyTorch shares, such as the transforms of constraints, are no longer shared."""
+    X = make_inputs(8, 2)
+    first = SequentialGP(X, torch.sin(X[:, :1]))
+    seqgp.save(first, tmp_path / "model.pt")
+    seqgp.save(seqgp.load(tmp_path / "model.pt"), tmp_path / "model.pt")
+    again = seqgp.load(tmp_path / "model.pt", like=SequentialGP(X, torch.sin(X[:, :1])))
+    assert torch.equal(again.posterior(X).mean, first.posterior(X).mean)

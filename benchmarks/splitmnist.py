@@ -35,7 +35,7 @@ METHODS: dict[str, Callable[[Tasks], Iterator[Predict]]] = {
     "ours, replay 0.5": partial(continual.ours, replay=0.5),
     "ours, replay 0": partial(continual.ours, replay=0.0),
     "ours, no memory": continual.without_memory,
-    "ours, no memory, own sites": partial(continual.without_memory, kind=continual.OwnSites),
+    "ours, no memory, own sites": partial(continual.without_memory, mode=continual.OWN_SITES),
     "paper's rule": continual.paper,
     "paper's rule, no memory": partial(continual.paper, policy="none"),
     "Bui et al.": continual.bui,

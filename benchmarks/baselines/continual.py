@@ -22,24 +22,21 @@ from seqgp.dual.posterior import Factors, posterior_mean, posterior_variance, un
 from seqgp.likelihoods.softmax import softmax_normaliser
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.observations import Observations
-from seqgp.streaming import MemoryOptions
+from seqgp.streaming import MemoryOptions, PaperRule, PseudoLikelihood
 from seqgp.streaming.inducing_points import cluster_inducing_points
 
 #: Passes over the data for the sites, each time that they are converged.
 PASSES = 14
 
 
-class OwnSites(SequentialGP):
-    """Folds all observations with their own sites, also of classes that nobody has seen yet."""
-
-    def _unseen_classes(self) -> None:
-        return None
+#: Folds all observations with their own sites, also of classes that nobody has seen yet.
+OWN_SITES = PseudoLikelihood(bounds_new_classes=False)
 
 
-def empty_model(tasks: Tasks, kind: type[SequentialGP] = SequentialGP) -> SequentialGP:
+def empty_model(tasks: Tasks) -> SequentialGP:
     """A model that has seen nothing."""
     X, y = tasks.tasks[0][0]
-    return kind(
+    return SequentialGP(
         X[:0],
         y[:0].unsqueeze(-1),
         likelihood=tasks.likelihood(),
@@ -62,12 +59,10 @@ def stream(
     tasks: Tasks,
     memory: MemoryOptions,
     learn: bool = False,
-    kind: type[SequentialGP] = SequentialGP,
     **options: Any,
 ) -> Iterator[SequentialGP]:
     """The model after each task; options of `SequentialGP.update`."""
-    model = empty_model(tasks, kind)
-    model.paper_removes_memory = False  # as the authors do here
+    model = empty_model(tasks)
     for task in tasks.tasks:
         for X, y in task:
             model.update(
@@ -114,7 +109,7 @@ def without_memory(tasks: Tasks, **options: Any) -> Iterator[Predict]:
 def paper(tasks: Tasks, policy: str = "leverage", steps: int = 20) -> Iterator[Predict]:
     """The rule of the paper; ``steps`` of Adam a batch."""
     kept = MemoryOptions(capacity=None, per_update=tasks.memory, policy=policy)
-    for model in stream(tasks, kept, learn=True, mode="paper", steps=steps):
+    for model in stream(tasks, kept, learn=True, mode=PaperRule(removes_memory=False), steps=steps):
         yield partial(probabilities, model)
 
 
@@ -125,7 +120,7 @@ def bui(tasks: Tasks, steps: int = 5) -> Iterator[Predict]:
     hyperparameters are learnt by ``steps`` of L-BFGS a batch, and new inputs take the places of
     some inducing points.
     """
-    return without_memory(tasks, learn=True, steps=steps, kind=OwnSites)
+    return without_memory(tasks, learn=True, steps=steps, mode=OWN_SITES)
 
 
 def offline(tasks: Tasks, passes: int = 25) -> Iterator[Predict]:
@@ -175,9 +170,12 @@ class VARGP:
         self.Z = torch.cat([self.Z, own_Z])
         A, mean, variance = self._latents(X)
         own = slice(len(self.Z) - number, len(self.Z))
-        data = Observations(X, y, self.likelihood)
+        data = Observations(X, y)
         batch = Batch(
-            A[own].unsqueeze(0), variance - A[own].square().sum(0), mean, data.evaluate(True)
+            A[own].unsqueeze(0),
+            variance - A[own].square().sum(0),
+            mean,
+            data.evaluate(self.likelihood, True),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -26,7 +26,7 @@ from gpytorch.utils import transforms as gt
 from torch import Tensor
 
 from seqgp import likelihoods as sl
-from seqgp.checkpoint.storage import DTYPES, CheckpointError
+from seqgp.checkpoint.storage import DTYPES, CheckpointError, is_plain
 from seqgp.streaming.memory import MemoryOptions
 
 #: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
@@ -122,7 +122,7 @@ def describe(value: Any, name: str) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        if type(value.detach().cpu()) is not Tensor:  # a subclass, on the host as well
+        if not is_plain(value):
             raise CannotDescribe(f"{name} is a {type(value).__name__}")
         return value.detach().clone()
     if type(value) is list:

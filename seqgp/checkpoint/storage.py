@@ -153,13 +153,22 @@ def _to_json(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode("ascii")
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one and nothing more, at least once it is on the host.
+
+    Args:
+        tensor: The tensor.
+    """
+    return type(tensor) in (Tensor, torch.nn.Parameter) or type(tensor.detach().cpu()) is Tensor
+
+
 def _encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     """A structure for JSON; tensors are appended to a list and referred to by their index."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"Lists and dictionaries are nested more than {_MAX_DEPTH} levels deep.")
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, Tensor) and type(value.detach().cpu()) is Tensor:
+    if isinstance(value, Tensor) and is_plain(value):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
     if type(value) is list:

@@ -109,9 +109,16 @@ class PseudoLikelihood(UpdateRule):
 
     That function, a Gaussian pseudo-likelihood, is held fixed while hyperparameters and inducing
     points move; the memory's sites are converged anew.
+
+    Args:
+        bounds_new_classes: Whether what is folded of a softmax leaves room for classes that nobody
+            has seen yet, see `fold_all_but`.
     """
 
     name = "pseudo-likelihood"
+
+    def __init__(self, bounds_new_classes: bool = True) -> None:
+        self.bounds_new_classes = bounds_new_classes
 
     def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
         """Exchanged and moved by gradient, if something is learnt and they are a parameter."""
@@ -128,7 +135,8 @@ class PseudoLikelihood(UpdateRule):
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
     ) -> None:
         """Fold what is not kept, and let the posterior follow if that changes it."""
-        changed = fold_all_but(model, batch.data, kept, sites, options.discount)
+        unseen = unseen_classes(model) if self.bounds_new_classes else None
+        changed = fold_all_but(model, batch.data, kept, sites, options.discount, unseen)
         # What is folded keeps its sites, so the posterior stays, unless old data fade or the
         # memory counts for what has been folded.
         if changed or options.discount != 1 or model.stream.replay:
@@ -188,7 +196,12 @@ def _maximise(model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z:
 
 
 def fold_all_but(
-    model: StreamModel, data: Observations, kept: Tensor, sites: Sites, discount: float
+    model: StreamModel,
+    data: Observations,
+    kept: Tensor,
+    sites: Sites,
+    discount: float,
+    unseen: Tensor | None,
 ) -> bool:
     """Fold what is not kept into the summary, with its sites, but for those of new classes.
 
@@ -202,13 +215,13 @@ def fold_all_but(
         kept: Indices of those to keep.
         sites: The sites of all.
         discount: Factor for what the summary held before.
+        unseen: ``c``, which classes nobody has seen yet.
 
     Returns:
         Whether the posterior is another now: because of such sites, or of those of negative
         precision, which cannot be folded and have been cut off.
     """
     n, strategy = len(data), model.variational_strategy
-    unseen = unseen_classes(model)
     if len(kept) < n or discount != 1.0:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False

@@ -96,6 +96,7 @@ def assemble(
     if train_Yvar is not None:
         _check_noise(train_Y, train_Yvar, likelihood)
     train_X, train_Y = train_X.detach(), train_Y.detach()
+    train_Yvar = None if train_Yvar is None else train_Yvar.detach()
     if not train_Y.is_floating_point():
         train_Y = train_Y.to(train_X)
     given_Y = train_Y

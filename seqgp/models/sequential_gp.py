@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.models import SingleTaskGP
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
@@ -281,7 +282,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         points = X if coefficients is None else X[..., 0, :]
-        check_input_shape(points, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_input_shape(points, self.num_inputs, "X")
         if points.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
@@ -302,6 +303,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "variances of Gaussian observations."
             )
         X, Y = X.detach().to(held.inputs.dtype), Y.detach().to(held.inputs.dtype)
+        noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
                 self.outcome_transform.eval()
@@ -334,6 +336,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return self.num_outputs if self.variational_strategy.num_latents is None else 1
 
     @property
+    def num_inputs(self) -> int:
+        """The number of columns of raw inputs of observations."""
+        return self.stream.observations.inputs.shape[-1]
+
+    @property
     def num_data(self) -> int:
         """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
         return len(self.stream.observations)
@@ -351,6 +358,32 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
+
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
+
+        A one-to-many transform makes several points of each, and may add inputs that are not the
+        user's to choose (`AppendFeatures`).
+        """
+        one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
+        check_points(X, None if one_to_many else self.num_inputs, "X")
+        X_tf = self.transform_inputs(X)
+        dim = self.variational_strategy.inducing_points.shape[-1]
+        if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
+            raise ValueError(
+                f"X: expected {dim} inputs after the input transform, got shape "
+                f"{tuple(X_tf.shape)} from {tuple(X.shape)}."
+            )
+        return X_tf
+
+    def _observed_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of observations, ``... x n x d``, as the strategy sees them in eval mode.
+
+        An observation has been made at one point: one-to-many transforms are for predictions.
+        """
+        X_tf = self.transform_inputs(X)
+        expected = torch.Size([X.shape[-2], self.variational_strategy.inducing_points.shape[-1]])
+        return X_tf if X_tf.shape[-2:] == expected else self.transform_train_inputs(X)
 
     def to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
@@ -457,21 +490,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_arguments(
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
-        if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
+        if output_indices and not self._means_all_outputs(output_indices, observation_noise):
             with renamed(idcs="output_indices"):
                 part = self.subset_output(output_indices)
+            noise = observation_noise
+            if isinstance(noise, Tensor) and noise.shape[-1] == self.num_outputs:
+                noise = noise[..., output_indices]
             return part.posterior(
                 X,
-                observation_noise=observation_noise,
+                observation_noise=noise,
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
-        if not self.has_output_dim:
+        if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        X = self.transform_inputs(X)
+        X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)
             noisy = observation_noise is not False
@@ -496,6 +531,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if posterior_transform is not None:
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
+
+    def _means_all_outputs(self, indices: list[int], noise: bool | Tensor) -> bool:
+        """Whether indices select all outputs.
+
+        With a tensor of noise variances, BoTorch's `ModelList` counts the outputs of all its models
+        together: the second of two models with one output gets ``[1]``.
+        """
+        indices = list(indices)
+        first = indices[0] if isinstance(noise, Tensor) and min(indices) > 0 else 0
+        return indices == list(range(first, first + self.num_outputs))
 
     def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
@@ -850,11 +895,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Returns:
             A tensor of the shape of the targets.
         """
-        check_inputs(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_inputs(X, self.num_inputs, "X")
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self.transform_inputs(X))
+        f = self.eval()(self._observed_at(X))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -914,9 +959,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
-        X_tf = self.transform_inputs(X)
+        X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
             Y, _ = self.outcome_transform(Y, X=X_tf)
@@ -971,7 +1016,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
@@ -997,7 +1042,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        inputs = self.with_outputs(self.transform_inputs(inputs))
+        inputs = self.with_outputs(self._observed_at(inputs))
         return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
 
     # ---------------------------------------------------------------- housekeeping
@@ -1013,7 +1058,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return {**super().construct_inputs(training_data), **kwargs}
 
     def subset_output(self, idcs: list[int]) -> SequentialGP:
-        """A model of some of the outputs.
+        """A copy of the model, of some of the outputs.
 
         Args:
             idcs: Their indices.
@@ -1023,7 +1068,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if any(not 0 <= i < m for i in idcs) or not idcs:
             raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
         if idcs == list(range(m)):
-            return self
+            return copy.deepcopy(self)
         if not self.has_output_dim:
             raise ValueError("idcs: the latents of one likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
@@ -1093,6 +1138,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self._unshare()
         self.stream = self.stream.to(fn)
         return super()._apply(fn, *args, **kwargs)
+
+
+# What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
+SingleTaskGP.register(SequentialGP)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

@@ -22,6 +22,7 @@ from botorch.models.utils.inducing_point_allocators import InducingPointAllocato
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
+from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
@@ -39,6 +40,7 @@ from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit
+from seqgp.models.outcomes import transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.observations import Observations, check_not_held
@@ -98,13 +100,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             fixed noise if ``train_Yvar`` is given.
         covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
         mean_module: The mean; by default a constant.
+        outcome_transform: Applied to the targets. By default a `Standardize` if observations are
+            real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
+            `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
+            for nothing in any case. Its statistics are those of the training data and stay so.
+            The parameters of a likelihood are on the scale of transformed targets.
+        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
+            at construction.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
             or their largest number, if they are chosen among the inputs: fewer where others would
             add nothing, and more later if a stream asks for it. By default all inputs, up to a
             thousand of them, and beyond that a few hundred that are chosen greedily.
-        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
-            at construction.
-        outcome_transform: Applied to the targets; for real-valued likelihoods only.
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
@@ -112,7 +118,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             do, and fits choose them anew among the inputs as hyperparameters change, which is
             faster and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
-            ``batch_shape x n`` each (``{"total_count": ...}``).
+            ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
+            ``train_Y``.
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
@@ -142,6 +149,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
     fits_inducing_points: bool
+    #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
+    standardizes_by_default: bool
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
@@ -152,9 +161,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
         mean_module: Mean | None = None,
-        inducing_points: Tensor | int | None = None,
+        outcome_transform: OutcomeTransform | _DefaultType | None = DEFAULT,
         input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None,
+        *,
+        inducing_points: Tensor | int | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
@@ -189,8 +199,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.mean_module = parts.mean_module
         if input_transform is not None:
             self.input_transform = input_transform
-        if outcome_transform is not None:
-            self.outcome_transform = outcome_transform
+        if parts.outcome_transform is not None:
+            self.outcome_transform = parts.outcome_transform
+        self.standardizes_by_default = parts.standardizes_by_default
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
         self.fits_inducing_points = learn_inducing_points is True
@@ -306,8 +317,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
-                self.outcome_transform.eval()
-                Y, noise = self.outcome_transform(Y, noise, X=self.transform_train_inputs(X))
+                at = self.transform_train_inputs(X) if coefficients is None else points
+                Y, noise = transform_observations(
+                    self.outcome_transform, Y, noise, at, coefficients
+                )
             targets = self.to_targets(Y)
             if noise is not None:
                 arguments = {**arguments, "noise": self.to_targets(noise)}

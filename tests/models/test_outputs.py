@@ -351,7 +351,7 @@ def test_joint_covariance_of_outputs_with_their_own_lengthscales(shape: tuple[in
     """Batches of inputs, also as many points as outputs, whose dimensions could be confused."""
     X = make_inputs(12, 2)
     Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
-    models: list[Any] = [SequentialGP(X, Y), SingleTaskGP(X, Y, outcome_transform=None)]
+    models: list[Any] = [SequentialGP(X, Y), SingleTaskGP(X, Y)]
     for model in models:
         model.covar_module.lengthscale = torch.tensor([[[0.2, 0.3]], [[1.5, 0.9]]])
         model.likelihood.noise = torch.tensor([[0.1], [0.2]])
@@ -384,7 +384,7 @@ def test_each_output_has_its_own_fixed_noise() -> None:
     Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
     noise = torch.tensor([0.01, 4.0]).expand_as(Y)
     ours, exact = (
-        SequentialGP(X, Y, train_Yvar=noise),
+        SequentialGP(X, Y, train_Yvar=noise, outcome_transform=None),
         SingleTaskGP(X, Y, train_Yvar=noise, outcome_transform=None),
     )
     for indices in ([0, 1], [1, 0]):

@@ -94,7 +94,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     Args:
         train_X: ``batch_shape x n x d`` inputs.
-        train_Y: ``batch_shape x n x m`` targets.
+        train_Y: ``batch_shape x n x m`` targets. Without, nothing has been observed: inducing
+            points are chosen among ``train_X``, and the posterior is the prior until the first
+            `update`.
         train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
         likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
             fixed noise if ``train_Yvar`` is given.
@@ -123,6 +125,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
+        num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
 
     Example:
         >>> import torch
@@ -156,7 +159,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def __init__(
         self,
         train_X: Tensor,
-        train_Y: Tensor,
+        train_Y: Tensor | None = None,
         train_Yvar: Tensor | None = None,
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
@@ -169,6 +172,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> None:
         parts = assemble(
             train_X,
@@ -183,6 +187,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             inducing_point_allocator,
             likelihood_arguments,
             coefficients,
+            num_outputs,
         )
         self.has_output_dim = parts.has_output_dim
         super().__init__(
@@ -342,6 +347,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
         shape = self.variational_strategy.batch_shape
         return shape[:-1] if self.has_output_dim else shape
+
+    @property
+    def _input_batch_shape(self) -> torch.Size:
+        # BoTorch's name for it.
+        return self.batch_shape
+
+    @property
+    def _aug_batch_shape(self) -> torch.Size:
+        # BoTorch's name for the batch shape with the outputs, if there are several.
+        return self.variational_strategy.batch_shape
+
+    get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
 
     @property
     def num_columns(self) -> int:
@@ -572,6 +589,39 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return noise.mean(-1, keepdim=True)
 
     # ---------------------------------------------------------------- learning
+
+    @property
+    def model(self) -> SequentialGP:
+        """The model itself: `SingleTaskVariationalGP` is a wrapper, and has a GP of this name."""
+        return self
+
+    def init_inducing_points(self, inputs: Tensor) -> Tensor:
+        """Choose the inducing points anew, as many as there are, for the present kernel.
+
+        The posterior is then that of the data that the model holds. `SingleTaskVariationalGP` has
+        this method; fits and updates of this model choose inducing points by themselves.
+
+        Args:
+            inputs: ``batch_shape x n x d`` transformed inputs to choose them among.
+
+        Returns:
+            ``batch_shape x k x d`` inducing points.
+        """
+        self.check_not_fantasy()
+        strategy = self.variational_strategy
+        d = strategy.inducing_points.shape[-1]
+        check_inputs(inputs, d, "inputs")
+        with torch.no_grad():
+            Z = choose_inducing_points(
+                inputs.to(strategy.inducing_points),
+                strategy.inducing_points.shape[-2],
+                self.covar_module,
+                self.inducing_point_allocator,
+            )
+        own = strategy.inducing_points.shape[:-2]
+        strategy.set_inducing_points(Z.reshape(*own, *Z.shape[-2:]) if own else Z)
+        self.refresh()
+        return Z
 
     @torch.no_grad()
     def choose_inducing_points(self, number: int) -> Tensor:

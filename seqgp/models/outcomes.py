@@ -74,15 +74,42 @@ def transform_observations(
     """
     transform.eval()
     if coefficients is not None:
-        inverse = affine(transform)
-        if inverse is None:
-            raise ValueError(
-                f"outcome_transform: observations of functionals need a linear one that does not "
-                f"depend on the inputs, such as Standardize; got {type(transform).__name__}."
-            )
-        Y = Y + inverse.offset * (1 - coefficients.sum(-1, keepdim=True))
+        Y = Y + _offset(transform) * (1 - coefficients.sum(-1, keepdim=True))
     result: tuple[Tensor, Tensor | None] = transform(Y, noise, X=X)
     return result
+
+
+def untransform_observations(
+    transform: OutcomeTransform,
+    Y: Tensor,
+    noise: Tensor | None,
+    X: Tensor,
+    coefficients: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `transform_observations`.
+
+    Args:
+        transform: The transform.
+        Y: ``... x n x m`` transformed observations.
+        noise: ``... x n x m`` transformed noise variances.
+        X: ``... x n x d`` inputs, after the input transform.
+        coefficients: ``... x n x J``, if the observations are of functionals.
+    """
+    result: tuple[Tensor, Tensor | None] = transform.untransform(Y, noise, X=X)
+    if coefficients is None:
+        return result
+    return result[0] - _offset(transform) * (1 - coefficients.sum(-1, keepdim=True)), result[1]
+
+
+def _offset(transform: OutcomeTransform) -> Tensor:
+    """The offset of a transform of functionals, which has to be linear."""
+    inverse = affine(transform)
+    if inverse is None:
+        raise ValueError(
+            "outcome_transform: observations of functionals need a linear one that does not depend "
+            f"on the inputs, such as Standardize; got {type(transform).__name__}."
+        )
+    return inverse.offset
 
 
 def affine(transform: OutcomeTransform) -> Affine | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +39,7 @@ from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit
+from seqgp.models.loading import load_state
 from seqgp.models.outcomes import transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
@@ -1141,47 +1141,39 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model._num_outputs = len(idcs)
         return model
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Load hyperparameters and posterior; a ``state_dict`` holds no data, and so no memory.
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        keep_transforms: bool = True,
+        assign: bool = False,
+    ) -> None:
+        """Load hyperparameters and transforms; the posterior is that of the data at hand.
 
-        To stop a stream and go on later, use `seqgp.save` and `seqgp.load`.
+        A ``state_dict`` holds no data, and so no memory: to stop a stream and go on later, use
+        `seqgp.save` and `seqgp.load`. Inducing points are loaded unless they are the inputs. A
+        state that does not fit raises an error and changes nothing. That of a `SingleTaskGP` with
+        the same modules fits.
 
         Args:
             state_dict: What ``state_dict()`` returned.
-            strict: Whether its keys have to be those of this model.
-            args: As for BoTorch's models (``keep_transforms``).
-            kwargs: The same.
+            strict: Whether its keys have to be those of this model, those of the variational
+                strategy excepted.
+            keep_transforms: Whether training targets are transformed anew, by the transform that
+                has been loaded, as in BoTorch's models.
+            assign: Whether to take on the precision and the device of the state.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> old, new = (SequentialGP(X[:n], torch.sin(6 * X[:n])) for n in (15, 20))
+            >>> old.covar_module.lengthscale = 0.3
+            >>> new.load_state_dict(old.state_dict())
+            >>> round(new.covar_module.lengthscale.item(), 6), new.num_data
+            (0.3, 20)
         """
-        strategy = self.variational_strategy
-        folded = state_dict.get("variational_strategy.summary_count")
-        if folded is not None and self.num_data:
-            own = strategy.summary_count
-            if folded.shape != own.shape or not torch.equal(folded.to(own), own):
-                warnings.warn(
-                    "The state is that of a stream, and this model holds other data than that "
-                    "stream did: an update would learn these again. To go on with a stream, use "
-                    "seqgp.save and seqgp.load.",
-                    stacklevel=2,
-                )
-        return super().load_state_dict(state_dict, strict, *args, **kwargs)
-
-    def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
-        # For `load_state_dict`, which transforms them anew.
-        noise = self.stream.observations.arguments.get("noise")
-        if noise is not None:
-            noise = self.to_columns(noise.expand_as(self.train_targets))
-        return self.to_columns(self.train_targets), noise
-
-    def _restore_targets_and_noise(self, Y: Tensor, Yvar: Tensor | None, strict: bool) -> None:
-        self.set_train_data(targets=self.to_targets(Y), strict=strict)
-        if Yvar is not None:
-            noise = self.to_targets(Yvar)
-            self.likelihood.noise_covar.noise = noise
-            held = self.stream.observations
-            changed = replace(held, arguments={**held.arguments, "noise": noise})
-            self.stream = replace(self.stream, observations=changed)
+        load_state(self, state_dict, strict, keep_transforms, assign)
 
     def _unshare(self) -> None:
         """Copies of what a fantasy shares with its parent, before they are converted."""

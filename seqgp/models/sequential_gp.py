@@ -286,21 +286,21 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """New observations as the model stores them; raises if anything is wrong with them.
 
         Args:
-            X: ``n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the arguments.
-            Y: ``n x m`` observations.
+            X: ``batch_shape x n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the
+                arguments.
+            Y: ``batch_shape x n x m`` observations.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if self.batch_shape:
-            raise RuntimeError("A batch of models cannot be updated, only a single one.")
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         points = X if coefficients is None else X[..., 0, :]
         check_input_shape(points, self.num_inputs, "X")
-        if points.dim() != 2:
-            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        if points.shape[:-2] != self.batch_shape:
+            shape = " x ".join(map(str, [*self.batch_shape, "n", self.num_inputs]))
+            raise ValueError(f"X: expected shape {shape}, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
         if noise is not None:
             check_tensor(noise, "noise")
@@ -308,8 +308,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
-        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=len(X) > 0)
-        if len(X):
+        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=Y.shape[-2] > 0)
+        if Y.shape[-2]:
             check_not_held(self.likelihood, arguments)
         arguments = self._per_point(arguments, Y.shape)
         held = self.stream.observations
@@ -786,9 +786,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         becomes the model at the end. If anything goes wrong, the model is left as it was.
 
         Args:
-            X: ``n' x d`` inputs; there may be none, to learn more from what is known. With
-                ``coefficients=``, ``n' x J x d``.
-            Y: ``n' x m`` observations.
+            X: ``batch_shape x n' x d`` inputs; there may be none, to learn more from what is known.
+                With ``coefficients=``, ``n' x J x d``.
+            Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
                 model's ``memory_options``, 500 by leverage.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.

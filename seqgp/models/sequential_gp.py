@@ -224,8 +224,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
-        """The inputs that the model holds, ``batch_shape x n x d``, as they were given."""
-        return (self.stream.observations.inputs,)
+        """The inputs that the model holds, ``batch_shape [x m] x n x d``, as they were given.
+
+        With several outputs they are repeated for each, as in BoTorch.
+        """
+        return (self.repeated_for_outputs(self.stream.observations.inputs),)
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
@@ -438,6 +441,27 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             for key, value in arguments.items()
         }
 
+    def repeated_for_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs ``... x n x d`` as BoTorch shows them, ``... [x m] x n x d``."""
+        if not self.has_output_dim:
+            return X
+        dim = -3 if self.stream.observations.coefficients is None else -4
+        X = X.unsqueeze(dim)
+        return X.expand(*X.shape[:dim], self.num_outputs, *X.shape[dim + 1 :])
+
+    def shared_by_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs, which may be `repeated_for_outputs`, as the model holds them."""
+        held, dim = self.stream.observations, -3
+        if held.coefficients is not None:
+            dim = -4
+        repeated = X.dim() == held.inputs.dim() + 1 and X.shape[dim] == self.num_outputs
+        if not (self.has_output_dim and repeated):
+            return X
+        first = X.select(dim, 0)
+        if not torch.equal(X, first.unsqueeze(dim).expand_as(X)):
+            raise ValueError("inputs: the outputs share their inputs, got others for each.")
+        return first
+
     def with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
         return X.unsqueeze(-3) if self.has_output_dim else X
@@ -464,7 +488,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -473,7 +497,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(inputs)
+            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
         return super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
 
     def train(self, mode: bool = True) -> SequentialGP:
@@ -738,6 +762,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             strict: Whether shapes must be those of the present data.
         """
         held = self.stream.observations
+        inputs = None if inputs is None else self.shared_by_outputs(inputs)
         for name, new, old in (
             ("inputs", inputs, held.inputs),
             ("targets", targets, held.targets),

@@ -33,7 +33,7 @@ def check_model(model: Any) -> None:
 
 def memory_inputs(model: SequentialGP) -> Tensor:
     """Inputs ``n x d`` of the memory, before input transforms."""
-    return model.train_inputs[0].detach()
+    return model.stream.observations.inputs.detach()
 
 
 def inducing_points_of(model: SequentialGP) -> Tensor:

@@ -425,6 +425,7 @@ def _build(content: dict[str, Any]) -> SequentialGP:
         learn_inducing_points=learns_Z,
         likelihood_arguments={key: value[..., :0] for key, value in held.arguments.items()},
         coefficients=None if held.coefficients is None else held.coefficients[..., :0, :],
+        outcome_transform=None,  # set below
         **{name: parts[name] for name in _GIVEN},
     )
     for name in _SET:

@@ -142,7 +142,7 @@ def update(
     rule.check(model, options, memory)
     draft = draft_of(model, options.learn)
     parts = _learn(draft, new, rule, options, memory)
-    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.mean()]).tolist()
+    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
     num_old, num_new = len(model.stream.observations), len(new)
     gained = int((parts.kept >= num_old).sum())
     adopt(model, draft)
@@ -388,7 +388,8 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
     same = torch.stack(rows) if rows else none
     if held.coefficients is not None and known.coefficients is not None and rows:
         same = same & (held.coefficients == known.coefficients.unsqueeze(-2)).all(-1)
-    equal = held.targets.unsqueeze(-2) == known.targets.unsqueeze(-1).to(held.targets)
+    theirs = known.targets.unsqueeze(-1).to(held.targets)
+    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
     same = same & (equal if equal.dim() == 2 else equal.all(0))
     taken: set[int] = set()
     result: list[int | None] = []

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqgp.dual import Sites, scaled_cholesky, solve_lower
-from seqgp.dual.evidence import Block, evidence, exact_evidence, gaussian_evidence
+from seqgp.dual import Sites, scaled_cholesky
+from seqgp.dual.evidence import (
+    Block,
+    evidence,
+    exact_evidence,
+    gaussian_evidence,
+    unexplained_total,
+)
+from seqgp.dual.linalg import inverse_lower
 
 pytestmark = pytest.mark.usefixtures("float64")
 JITTER = 1e-6
@@ -48,9 +55,9 @@ def test_evidence_of_two_blocks(batch: tuple[int, ...], own_prior: bool) -> None
         Block(scale * kernel(Z, each), scale * torch.ones(each.shape[-2]), site)
         for each, site in zip(x, known, strict=True)
     ]
-    chol = scaled_cholesky(K.detach(), JITTER)
-    whitened = [solve_lower(chol, block.cross.detach()) for block in blocks]
-    actual = evidence(K, blocks, chol, whitened, JITTER).value
+    inverse = inverse_lower(scaled_cholesky(K.detach(), JITTER))
+    whitened = [inverse @ block.cross.detach() for block in blocks]
+    actual = evidence(K, blocks, inverse, whitened, JITTER).value
 
     L = torch.linalg.cholesky(K + JITTER * torch.diag_embed(K.diagonal(dim1=-2, dim2=-1)))
     A = torch.linalg.solve_triangular(L, torch.cat([b.cross for b in blocks], -1), upper=False)
@@ -74,9 +81,9 @@ def test_blocks_of_different_batch_shapes() -> None:
         Block(kernel(Z, x), torch.ones(9), known[0]),
         Block(own.mT, 2 + (own * C).sum(-1), known[1]),
     ]
-    chol = scaled_cholesky(K.detach(), JITTER)
-    whitened = [solve_lower(chol, block.cross.detach()) for block in blocks]
-    actual = evidence(K, blocks, chol, whitened, JITTER).value
+    inverse = inverse_lower(scaled_cholesky(K.detach(), JITTER))
+    whitened = [inverse @ block.cross.detach() for block in blocks]
+    actual = evidence(K, blocks, inverse, whitened, JITTER).value
     L = torch.linalg.cholesky(K + JITTER * torch.eye(5))
     cross = torch.cat([blocks[0].cross.expand(3, 5, 9), blocks[1].cross], -1)
     variance = torch.cat([torch.ones(3, 9), blocks[1].variance], -1)
@@ -88,6 +95,23 @@ def test_blocks_of_different_batch_shapes() -> None:
     expected = expected - 0.5 * torch.logdet(W)
     expected = expected - 0.5 * (beta * (variance - A.square().sum(-2))).sum(-1)
     assert_same_with_gradients(actual, expected, [Z])
+
+
+@batches
+@pytest.mark.parametrize("own_prior", [False, True])
+def test_unexplained_total(batch: tuple[int, ...], own_prior: bool) -> None:
+    """Autograd of the sum itself; priors shared by the batch, or not."""
+    prior_batch = batch if own_prior else ()
+    Z = torch.rand(*prior_batch, 5, 2, requires_grad=True)
+    scale = torch.tensor(1.3, requires_grad=True)
+    x, weights = torch.rand(*prior_batch, 9, 2), torch.rand(*batch, 9)
+    K, cross, variance = scale * kernel(Z, Z), scale * kernel(Z, x), scale * torch.ones(9)
+    chol = scaled_cholesky(K.detach(), JITTER)
+    actual = unexplained_total(K, cross, variance, weights, chol, JITTER)
+    L = torch.linalg.cholesky(K + JITTER * torch.diag_embed(K.diagonal(dim1=-2, dim2=-1)))
+    A = torch.linalg.solve_triangular(L, cross, upper=False)
+    expected = (weights * (variance - A.square().sum(-2))).sum(-1)
+    assert_same_with_gradients(actual, expected, [Z, scale])
 
 
 @batches
@@ -119,17 +143,17 @@ def test_gaussian_evidence(batch: tuple[int, ...]) -> None:
 def test_all_inputs_as_inducing_points_are_exact() -> None:
     x, site = torch.rand(12, 2), sites(12)
     K = kernel(x, x)
-    chol = scaled_cholesky(K, 1e-10)
-    A = solve_lower(chol, K)
-    sparse = evidence(K, [Block(K, torch.ones(12), site)], chol, [A], 1e-10).value
+    inverse = inverse_lower(scaled_cholesky(K, 1e-10))
+    blocks = [Block(K, torch.ones(12), site)]
+    sparse = evidence(K, blocks, inverse, [inverse @ K], 1e-10).value
     torch.testing.assert_close(sparse, exact_evidence(K, site), rtol=1e-6, atol=1e-6)
 
 
 def test_no_gradient_is_built_where_none_is_wanted() -> None:
     x, site = torch.rand(5, 2), sites(5)
     K = kernel(x, x).requires_grad_(True)
-    chol = scaled_cholesky(K.detach(), JITTER)
-    A = solve_lower(chol, K.detach())
     with torch.no_grad():
-        value = evidence(K, [Block(K, torch.ones(5), site)], chol, [A], JITTER).value
+        inverse = inverse_lower(scaled_cholesky(K, JITTER))
+        blocks = [Block(K, torch.ones(5), site)]
+        value = evidence(K, blocks, inverse, [inverse @ K], JITTER).value
     assert not value.requires_grad

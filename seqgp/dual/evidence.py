@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from seqgp.dual.duals import Duals, add, tie
-from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_cholesky
+from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_cholesky, solve_upper
 from seqgp.dual.posterior import Factors, factorise, log_evidence
 from seqgp.dual.sites import Sites
 
@@ -72,7 +72,7 @@ class Evidence(NamedTuple):
 def evidence(
     covariance: Tensor,
     blocks: Sequence[Block],
-    inverse: Tensor,
+    chol: Tensor,
     whitened: Sequence[Tensor],
     jitter: float = 0.0,
 ) -> Evidence:
@@ -81,7 +81,7 @@ def evidence(
     Args:
         covariance: ``... x m x m`` prior covariance of the inducing values.
         blocks: The functionals and their sites. Batch shapes broadcast.
-        inverse: ``... x m x m``, ``L^-1`` for the Cholesky factor ``L``, without a graph.
+        chol: ``... x m x m``, the Cholesky factor ``L`` of the covariance, without a graph.
         whitened: ``A = L^-1 cross`` of each block, without a graph.
         jitter: The relative jitter that is part of ``L``.
     """
@@ -99,7 +99,7 @@ def evidence(
             value = value - 0.5 * (block.sites.beta * block.variance).sum(-1)
     if torch.is_grad_enabled():
         flat = [t for b in blocks for t in (b.cross, b.variance, *b.sites)]
-        fixed = (value, inverse, total.B, factors, list(whitened), jitter)
+        fixed = (value, chol, total.B, factors, list(whitened), jitter)
         value = _Evidence.apply(fixed, covariance, *flat)
     return Evidence(value, factors)
 
@@ -109,30 +109,28 @@ class _Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fixed: Any, covariance: Tensor, *flat: Tensor) -> Tensor:
-        value, inverse, B, factors, whitened, jitter = fixed
-        ctx.save_for_backward(inverse, B, *factors, *whitened, *flat)
+        value, chol, B, factors, whitened, jitter = fixed
+        ctx.save_for_backward(chol, B, *factors, *whitened, *flat)
         ctx.jitter, ctx.num_blocks, ctx.shape = jitter, len(whitened), covariance.shape
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> Any:
-        inverse, B, R, mean, *rest = ctx.saved_tensors
+        chol, B, R, mean, *rest = ctx.saved_tensors
         k = ctx.num_blocks
         whitened, flat = rest[:k], rest[k:]
-        D = solve_cholesky(R, B)
+        D = -torch.cholesky_inverse(R)
+        D.diagonal(dim1=-2, dim2=-1).add_(1)
         inner = mean.unsqueeze(-1) * mean.unsqueeze(-2) + D @ B
-        inner = _reduce(outer[..., None, None] * inner, inverse.shape)
-        d_covariance = -0.5 * inverse.mT @ inner @ inverse
+        inner = _reduce(outer[..., None, None] * inner, chol.shape)
+        half = solve_upper(chol, inner)
+        d_covariance = -0.5 * solve_upper(chol, half.mT)
         d_covariance = 0.5 * (d_covariance + d_covariance.mT)
         diagonal = d_covariance.diagonal(dim1=-2, dim2=-1)
         diagonal += ctx.jitter * diagonal
-        common = _Common(
-            outer.unsqueeze(-1),
-            mean,
-            (inverse.mT @ mean.unsqueeze(-1)).squeeze(-1),
-            inverse.mT @ D,
-        )
+        weights = solve_upper(chol, mean.unsqueeze(-1)).squeeze(-1)
+        common = _Common(outer.unsqueeze(-1), mean, weights, solve_upper(chol, D))
         gradients = []
         for number, A in enumerate(whitened):
             own = cross, variance, lam, beta = flat[4 * number : 4 * number + 4]

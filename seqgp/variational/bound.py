@@ -32,7 +32,7 @@ from seqgp.dual.evidence import (
     gaussian_evidence,
     unexplained_total,
 )
-from seqgp.dual.linalg import broadcast_shapes, inverse_lower, scaled_cholesky
+from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower
 from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
 from seqgp.dual.projection import coincident
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -131,8 +131,7 @@ def maximised_bound(
     mean = _for_each_latent(mean, setting.num_latents)
     with torch.no_grad():
         chol = scaled_cholesky(K.detach(), jitter)
-        inverse = inverse_lower(chol)
-        A = inverse @ cross.detach()
+        A = solve_lower(chol, cross.detach())
     blocks, whitened = [], [A]
     constant: Tensor = mean.new_zeros(())
     base: Duals | None = None
@@ -157,12 +156,12 @@ def maximised_bound(
             constant = constant - 0.5 * residual
         blocks.append(block)
         with torch.no_grad():
-            whitened.append(inverse @ block.cross.detach())
+            whitened.append(solve_lower(chol, block.cross.detach()))
             base = tie(whitened[-1], Sites(*(t.detach() for t in block.sites)))
     if has_closed_form(likelihood) and data.weights is None:
         site, fit = _gaussian(data, likelihood, mean)
         blocks.insert(0, Block(cross, variance, site))
-        value = evidence(K, blocks, inverse, whitened, jitter).value + constant
+        value = evidence(K, blocks, chol, whitened, jitter).value + constant
         return value + fit, Sites(*(tensor.detach() for tensor in site))
     latent_dims = 0 if setting.num_latents is None else 1
     with torch.no_grad():
@@ -179,7 +178,7 @@ def maximised_bound(
             max_steps=max_steps,
         )
     blocks.insert(0, Block(cross, variance, _centred(site, mean)))
-    value, factors = evidence(K, blocks, inverse, whitened, jitter)
+    value, factors = evidence(K, blocks, chol, whitened, jitter)
     with torch.no_grad():
         g, v = posterior_mean(A, factors), posterior_variance(A, unexplained, factors)
     value = value + constant + _follow(site, mean)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqgp.dual import Sites, scaled_cholesky
+from seqgp.dual import Sites, scaled_cholesky, solve_lower
 from seqgp.dual.evidence import (
     Block,
     evidence,
@@ -14,7 +14,6 @@ from seqgp.dual.evidence import (
     gaussian_evidence,
     unexplained_total,
 )
-from seqgp.dual.linalg import inverse_lower
 
 pytestmark = pytest.mark.usefixtures("float64")
 JITTER = 1e-6
@@ -55,9 +54,9 @@ def test_evidence_of_two_blocks(batch: tuple[int, ...], own_prior: bool) -> None
         Block(scale * kernel(Z, each), scale * torch.ones(each.shape[-2]), site)
         for each, site in zip(x, known, strict=True)
     ]
-    inverse = inverse_lower(scaled_cholesky(K.detach(), JITTER))
-    whitened = [inverse @ block.cross.detach() for block in blocks]
-    actual = evidence(K, blocks, inverse, whitened, JITTER).value
+    chol = scaled_cholesky(K.detach(), JITTER)
+    whitened = [solve_lower(chol, block.cross.detach()) for block in blocks]
+    actual = evidence(K, blocks, chol, whitened, JITTER).value
 
     L = torch.linalg.cholesky(K + JITTER * torch.diag_embed(K.diagonal(dim1=-2, dim2=-1)))
     A = torch.linalg.solve_triangular(L, torch.cat([b.cross for b in blocks], -1), upper=False)
@@ -81,9 +80,9 @@ def test_blocks_of_different_batch_shapes() -> None:
         Block(kernel(Z, x), torch.ones(9), known[0]),
         Block(own.mT, 2 + (own * C).sum(-1), known[1]),
     ]
-    inverse = inverse_lower(scaled_cholesky(K.detach(), JITTER))
-    whitened = [inverse @ block.cross.detach() for block in blocks]
-    actual = evidence(K, blocks, inverse, whitened, JITTER).value
+    chol = scaled_cholesky(K.detach(), JITTER)
+    whitened = [solve_lower(chol, block.cross.detach()) for block in blocks]
+    actual = evidence(K, blocks, chol, whitened, JITTER).value
     L = torch.linalg.cholesky(K + JITTER * torch.eye(5))
     cross = torch.cat([blocks[0].cross.expand(3, 5, 9), blocks[1].cross], -1)
     variance = torch.cat([torch.ones(3, 9), blocks[1].variance], -1)
@@ -143,9 +142,9 @@ def test_gaussian_evidence(batch: tuple[int, ...]) -> None:
 def test_all_inputs_as_inducing_points_are_exact() -> None:
     x, site = torch.rand(12, 2), sites(12)
     K = kernel(x, x)
-    inverse = inverse_lower(scaled_cholesky(K, 1e-10))
+    chol = scaled_cholesky(K, 1e-10)
     blocks = [Block(K, torch.ones(12), site)]
-    sparse = evidence(K, blocks, inverse, [inverse @ K], 1e-10).value
+    sparse = evidence(K, blocks, chol, [solve_lower(chol, K)], 1e-10).value
     torch.testing.assert_close(sparse, exact_evidence(K, site), rtol=1e-6, atol=1e-6)
 
 
@@ -153,7 +152,7 @@ def test_no_gradient_is_built_where_none_is_wanted() -> None:
     x, site = torch.rand(5, 2), sites(5)
     K = kernel(x, x).requires_grad_(True)
     with torch.no_grad():
-        inverse = inverse_lower(scaled_cholesky(K, JITTER))
+        chol = scaled_cholesky(K, JITTER)
         blocks = [Block(K, torch.ones(5), site)]
-        value = evidence(K, blocks, inverse, [inverse @ K], JITTER).value
+        value = evidence(K, blocks, chol, [solve_lower(chol, K)], JITTER).value
     assert not value.requires_grad

@@ -26,7 +26,7 @@ def _draw_kernel_feature_paths(model: SequentialGP, **kwargs: Any) -> Generalize
     return DrawKernelFeaturePaths(
         model,
         model.variational_strategy,
-        num_inputs=model.train_inputs[0].shape[-1],
+        num_inputs=model.variational_strategy.inducing_points.shape[-1],
         input_transform=get_input_transform(model),
         output_transform=get_output_transform(model),
         **kwargs,

@@ -273,6 +273,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         # BoTorch asks for it where it needs inputs as they were given.
         return not self.training and hasattr(self, "input_transform")
 
+    def _set_transformed_inputs(self) -> None:
+        """Nothing to do: `train_inputs` follow the mode. BoTorch's lists call it."""
+
+    def _revert_to_original_inputs(self) -> None:
+        """Nothing to do, as for `_set_transformed_inputs`."""
+
     @property
     def _original_train_inputs(self) -> Tensor:  # type: ignore[override]
         return self.repeated_for_outputs(train_inputs(self, raw=True))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.models import SingleTaskGP
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
@@ -105,7 +106,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     Args:
         train_X: ``batch_shape x n x d`` inputs.
-        train_Y: ``batch_shape x n x m`` targets.
+        train_Y: ``batch_shape x n x m`` targets. Without, nothing has been observed: inducing
+            points are chosen among ``train_X``, and the posterior is the prior until the first
+            `update`.
         train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
         likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
             fixed noise if ``train_Yvar`` is given.
@@ -134,6 +137,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
+        num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
 
     Example:
         >>> import torch
@@ -171,7 +175,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def __init__(
         self,
         train_X: Tensor,
-        train_Y: Tensor,
+        train_Y: Tensor | None = None,
         train_Yvar: Tensor | None = None,
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
@@ -184,6 +188,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> None:
         parts = assemble(
             train_X,
@@ -198,6 +203,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             inducing_point_allocator,
             likelihood_arguments,
             coefficients,
+            num_outputs,
         )
         if learn_inducing_points is not None:
             check_flag(learn_inducing_points, "learn_inducing_points")
@@ -238,13 +244,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def train_inputs(self) -> tuple[Tensor]:
         """A copy of the inputs, ``batch_shape x n x d``, with those that were conditioned on.
 
-        They are as they were given in train mode, and transformed in eval mode, as in BoTorch.
+        They are as they were given in train mode, for ``model(*model.train_inputs)``, and in eval
+        mode as BoTorch's models have them: transformed, and ``batch_shape x m x n x d`` if there
+        are several outputs.
         """
-        return (train_inputs(self, raw=self.training),)
+        X = train_inputs(self, raw=self.training)
+        if self.has_output_dim and not self.training:
+            X = X.unsqueeze(-3).expand(*X.shape[:-2], self.num_outputs, *X.shape[-2:])
+        return (X,)
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        self.set_train_data(inputs=untransformed_inputs(self, inputs[0]), strict=False)
+        X = inputs[0][..., 0, :, :] if self.has_output_dim and not self.training else inputs[0]
+        self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
     def train_targets(self) -> Tensor:
@@ -313,22 +325,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """New observations as the model stores them; raises if anything is wrong with them.
 
         Args:
-            X: ``n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the arguments.
-            Y: ``n x m`` observations.
+            X: ``batch_shape x n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the
+                arguments.
+            Y: ``batch_shape x n x m`` observations.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if self.batch_shape:
-            raise RuntimeError("A batch of models cannot be updated, only a single one.")
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         X = self.in_precision(X.detach())
         points = X if coefficients is None else X[..., 0, :]
-        check_input_shape(points, self.variational_strategy.inducing_points.shape[-1], "X")
-        if points.dim() != 2:
-            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        check_input_shape(points, self.num_inputs, "X")
+        if points.shape[:-2] != self.batch_shape:
+            shape = " x ".join(map(str, [*self.batch_shape, "n", self.num_inputs]))
+            raise ValueError(f"X: expected shape {shape}, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
         if noise is not None:
             check_tensor(noise, "noise")
@@ -336,8 +348,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
-        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=len(X) > 0)
-        if len(X):
+        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=Y.shape[-2] > 0)
+        if Y.shape[-2]:
             check_not_held(self.likelihood, arguments)
         arguments = self._per_point(arguments, Y.shape)
         arguments = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
@@ -348,6 +360,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "variances of Gaussian observations."
             )
         Y = self.in_precision(Y.detach())
+        noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
                 at = self.transform_train_inputs(X) if coefficients is None else points
@@ -377,9 +390,26 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return shape[:-1] if self.has_output_dim else shape
 
     @property
+    def _input_batch_shape(self) -> torch.Size:
+        # BoTorch's name for it.
+        return self.batch_shape
+
+    @property
+    def _aug_batch_shape(self) -> torch.Size:
+        # BoTorch's name for the batch shape with the outputs, if there are several.
+        return self.variational_strategy.batch_shape
+
+    get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
+
+    @property
     def num_columns(self) -> int:
         """The number of columns of observations."""
         return self.num_outputs if self.variational_strategy.num_latents is None else 1
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of columns of raw inputs of observations."""
+        return self.stream.observations.inputs.shape[-1]
 
     @property
     def num_data(self) -> int:
@@ -416,6 +446,37 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
+
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
+
+        A one-to-many transform makes several points of each, and may add inputs that are not the
+        user's to choose (`AppendFeatures`).
+        """
+        one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
+        check_points(X, None if one_to_many else self.num_inputs, "X")
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
+        X_tf = self.transform_inputs(X)
+        dim = self.variational_strategy.inducing_points.shape[-1]
+        if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
+            raise ValueError(
+                f"X: expected {dim} inputs after the input transform, got shape "
+                f"{tuple(X_tf.shape)} from {tuple(X.shape)}."
+            )
+        return X_tf
+
+    def _observed_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of observations, ``... x n x d``, as the strategy sees them in eval mode.
+
+        An observation has been made at one point: one-to-many transforms are for predictions.
+        """
+        X_tf = self.transform_inputs(X)
+        expected = torch.Size([X.shape[-2], self.variational_strategy.inducing_points.shape[-1]])
+        return X_tf if X_tf.shape[-2:] == expected else self.transform_train_inputs(X)
 
     def to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
@@ -528,27 +589,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_arguments(
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
-        if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
+        if output_indices and not self._means_all_outputs(output_indices, observation_noise):
             with renamed(idcs="output_indices"):
                 part = self.subset_output(output_indices)
+            noise = observation_noise
+            if isinstance(noise, Tensor) and noise.shape[-1] == self.num_outputs:
+                noise = noise[..., output_indices]
             return part.posterior(
                 X,
-                observation_noise=observation_noise,
+                observation_noise=noise,
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
-        X = self.in_precision(X)
-        if not self.has_output_dim:
+        if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        finite, current = is_finite_and_current(self, X)
-        if not finite:
-            check_finite(X, "X")
-        if not current:
-            catch_up(self)
-        X = self.transform_inputs(X)
+        X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)
             noisy = observation_noise is not False
@@ -574,6 +631,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
 
+    def _means_all_outputs(self, indices: list[int], noise: bool | Tensor) -> bool:
+        """Whether indices select all outputs.
+
+        With a tensor of noise variances, BoTorch's `ModelList` counts the outputs of all its models
+        together: the second of two models with one output gets ``[1]``.
+        """
+        indices = list(indices)
+        first = indices[0] if isinstance(noise, Tensor) and min(indices) > 0 else 0
+        return indices == list(range(first, first + self.num_outputs))
+
     def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
         shape = torch.Size([*f.batch_shape, *f.event_shape])
@@ -598,6 +665,39 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return noise.mean(-1, keepdim=True)
 
     # ---------------------------------------------------------------- learning
+
+    @property
+    def model(self) -> SequentialGP:
+        """The model itself: `SingleTaskVariationalGP` is a wrapper, and has a GP of this name."""
+        return self
+
+    def init_inducing_points(self, inputs: Tensor) -> Tensor:
+        """Choose the inducing points anew, as many as there are, for the present kernel.
+
+        The posterior is then that of the data that the model holds. `SingleTaskVariationalGP` has
+        this method; fits and updates of this model choose inducing points by themselves.
+
+        Args:
+            inputs: ``batch_shape x n x d`` transformed inputs to choose them among.
+
+        Returns:
+            ``batch_shape x k x d`` inducing points.
+        """
+        self.check_not_fantasy()
+        strategy = self.variational_strategy
+        d = strategy.inducing_points.shape[-1]
+        check_inputs(inputs, d, "inputs")
+        with torch.no_grad():
+            Z = choose_inducing_points(
+                inputs.to(strategy.inducing_points),
+                strategy.inducing_points.shape[-2],
+                self.covar_module,
+                self.inducing_point_allocator,
+            )
+        own = strategy.inducing_points.shape[:-2]
+        strategy.set_inducing_points(Z.reshape(*own, *Z.shape[-2:]) if own else Z)
+        self.refresh()
+        return Z
 
     @torch.no_grad()
     def choose_inducing_points(self, number: int) -> Tensor:
@@ -776,9 +876,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         becomes the model at the end. If anything goes wrong, the model is left as it was.
 
         Args:
-            X: ``n' x d`` inputs; there may be none, to learn more from what is known. With
-                ``coefficients=``, ``n' x J x d``.
-            Y: ``n' x m`` observations.
+            X: ``batch_shape x n' x d`` inputs; there may be none, to learn more from what is known.
+                With ``coefficients=``, ``n' x J x d``.
+            Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
                 model's ``memory_options``, 500 by leverage.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
@@ -953,11 +1053,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         check_tensor(X, "X")
         X = self.in_precision(X)
-        check_inputs(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_inputs(X, self.num_inputs, "X")
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self.transform_inputs(X))
+        f = self.eval()(self._observed_at(X))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -1017,12 +1117,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
         check_steps(kwargs.get("tol", 0.0), kwargs.get("max_steps"))
         check_flag(kwargs.get("fixed_inducing", False), "fixed_inducing")
         X = self.in_precision(X)
-        X_tf = self.transform_inputs(X)
+        X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
             Y, _ = self.outcome_transform(self.in_precision(Y), X=X_tf)
@@ -1079,7 +1179,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
         X = self.in_precision(X)
         if not self.has_output_dim:
@@ -1106,10 +1206,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        check_points(inputs, self.variational_strategy.inducing_points.shape[-1], "inputs")
+        check_points(inputs, self.num_inputs, "inputs")
         inputs = self.in_precision(inputs)
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
-            self.with_outputs(self.transform_inputs(inputs)), targets, **kwargs
+            self.with_outputs(self._observed_at(inputs)), targets, **kwargs
         )
         model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
         return model
@@ -1127,7 +1227,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return {**super().construct_inputs(training_data), **kwargs}
 
     def subset_output(self, idcs: list[int]) -> SequentialGP:
-        """A model of some of the outputs.
+        """A copy of the model, of some of the outputs.
 
         Args:
             idcs: Their indices.
@@ -1137,7 +1237,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if any(not 0 <= i < m for i in idcs) or not idcs:
             raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
         if idcs == list(range(m)):
-            return self
+            return copy.deepcopy(self)
         if not self.has_output_dim:
             raise ValueError("idcs: the latents of one likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
@@ -1204,6 +1304,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if self.settled_at:
             self.note_hyperparameters()
         return self
+
+
+# What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
+SingleTaskGP.register(SequentialGP)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

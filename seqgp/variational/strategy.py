@@ -36,7 +36,7 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.duals import add as add_duals
-from seqgp.dual.linalg import broadcast_shapes
+from seqgp.dual.linalg import broadcast_shapes, inverse_lower
 from seqgp.dual.posterior import explained, has_posterior, unexplained_variance
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import least_square, log_constant
@@ -414,10 +414,10 @@ class DualVariationalStrategy(DualState):
             (lam, B), square, number = discounted(self.summary, share)
             h, Q = torch.linalg.eigh(B)
             site = Sites((Q.mT @ lam.unsqueeze(-1)).squeeze(-1), h.clamp_min(0))
-            eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
-            inverse = solve_lower(self.reference_chol, eye.expand_as(self.reference_chol))
+            C = Q.mT @ inverse_lower(self.reference_chol)
+            precision = C.mT @ (site.beta.unsqueeze(-1) * C)
             past = Past(
-                self.reference_points, self.reference_mean, Q.mT @ inverse, site, square, number
+                self.reference_points, self.reference_mean, C, precision, site, square, number
             )
             known = self._past = (self.summary_B, share, past)
         return known[2]
@@ -607,15 +607,6 @@ class DualVariationalStrategy(DualState):
         Z = inducing_points.detach().to(self.inducing_points).clone()
         self.set_tensors({"inducing_points": Z})
 
-    @torch.no_grad()
-    def rebase(self) -> None:
-        """Make the present inducing points and hyperparameters the duals' own basis.
-
-        Predictions do not change; later changes of hyperparameters start from here.
-        """
-        state = self.state()
-        self.store(state.duals, state)
-
     def get_fantasy_model(
         self,
         inputs: Tensor | Observations,
@@ -698,8 +689,7 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        state, x = self.state(), self._with_latents(x)
-        prior = joint_prior(self.model.forward, self.inducing_points, x, state.shared)
+        state, prior = self._pass(x := self._with_latents(x))
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
         correction = self._make_correction(state)
@@ -729,6 +719,18 @@ class DualVariationalStrategy(DualState):
                 batch_shape=mean.shape[:-1],
             )
         return self._distribution(mean, covariance)
+
+    def _pass(self, x: Tensor) -> tuple[State, Prior]:
+        """The state, and the prior at inputs, for one prediction."""
+        leaves = self.leaves()
+        if leaves is None:
+            state = self.state()
+            return state, joint_prior(self.model.forward, self.inducing_points, x, state.shared)
+        # One evaluation for all blocks: in train mode a prior may depend on everything that it is
+        # evaluated at (batch normalisation) or on chance (dropout).
+        prior = joint_prior(self.model.forward, self.inducing_points, x, False, with_left=True)
+        assert prior.left is not None
+        return self.state_in_loop(leaves, *prior.left), prior
 
     # ---------------------------------------------------------------- the prior
 

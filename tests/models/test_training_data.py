@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from botorch.acquisition import LogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.acquisition.proximal import ProximalAcquisitionFunction
 from botorch.cross_validation import efficient_loo_cv
 from botorch.models import ModelListGP, SingleTaskGP
@@ -159,6 +160,22 @@ def test_proximal() -> None:
     assert_close(values[0], values[1], 1e-5)
 
 
+def test_inputs_of_several_outputs() -> None:
+    """In eval mode they come once for each output, which BoTorch's functions rely on."""
+    ours, exact = pair(outputs=2, input_transform=Normalize(2))
+    assert_close(ours.train_inputs[0], exact.train_inputs[0], 1e-14)
+    ours.train_inputs = ours.train_inputs
+    assert ours.stream.observations.inputs.shape == (12, 2)
+    assert ours.train().train_inputs[0].shape == (12, 2)
+    values, X = [], make_inputs(3, 1, 2)
+    for model in (ours.eval(), exact):
+        first = ScalarizedPosteriorTransform(torch.tensor([1.0, 0.5]))
+        improvement = LogExpectedImprovement(model, 0.5, first)
+        proximal = ProximalAcquisitionFunction(improvement, torch.tensor([0.3, 0.2]), beta=1.0)
+        values.append(proximal(X))
+    assert_close(values[0], values[1], 1e-5)
+
+
 def test_baseline_inputs_are_as_they_were_given() -> None:
     ours, exact, X = scaled()
     for model in (ours, exact):
@@ -190,8 +207,9 @@ def test_fantasies_show_what_they_were_conditioned_on(outputs: int) -> None:
     ours, exact = pair(outputs=outputs)
     candidates = make_inputs(4, 2, 2).requires_grad_()
     model = ours.fantasize(candidates, SobolQMCNormalSampler(torch.Size([3]), seed=0))
-    assert model.train_inputs[0].shape == (4, 14, 2)
-    assert_close(model.train_inputs[0][:, 12:], candidates)
+    given = model._original_train_inputs
+    assert given.shape == (4, 14, 2)
+    assert_close(given[:, 12:], candidates)
     assert not model.train_inputs[0].requires_grad
     shape = torch.Size([outputs]) if outputs > 1 else EMPTY
     assert model.train_targets.shape == (3, 4, *shape, 14)

@@ -96,9 +96,20 @@ _UPDATE_OPTIONS = (
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
-    A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
-    start: the sites are converged at the initial hyperparameters; `fit_gpytorch_mll` with a
-    `DualELBO` learns the hyperparameters.
+    It takes the place of `SingleTaskGP`, whose arguments come first, and has its defaults: kernel,
+    priors, noise, `Standardize`. With Gaussian observations and an inducing point at each input,
+    which is the default up to a thousand of them, its posterior at equal hyperparameters is that of
+    `SingleTaskGP`, and so are its loss in BoTorch's fitting routines, conditioned models, training
+    data and leave-one-out predictions. Differences:
+
+    * The posterior is converged at the initial hyperparameters, and again when a prediction finds
+      that hyperparameters, noise or the input transform have been set.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
+      loop of your own only the former works: in train mode the model returns its posterior, where
+      an exact GP returns its prior.
+    * Statistics of transforms are those of the first data, also along a stream.
+    * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
+      so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
     Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
     as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of

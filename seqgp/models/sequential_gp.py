@@ -96,9 +96,20 @@ _UPDATE_OPTIONS = (
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
-    A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
-    start: the sites are converged at the initial hyperparameters; `fit_gpytorch_mll` with a
-    `DualELBO` learns the hyperparameters.
+    It takes the place of `SingleTaskGP`, whose arguments come first, and has its defaults: kernel,
+    priors, noise, `Standardize`. With Gaussian observations and an inducing point at each input,
+    which is the default up to a thousand of them, its posterior at equal hyperparameters is that of
+    `SingleTaskGP`, and so are its loss in BoTorch's fitting routines, conditioned models, training
+    data and leave-one-out predictions. Differences:
+
+    * The posterior is converged at the initial hyperparameters, and again when a prediction finds
+      that hyperparameters, noise or the input transform have been set.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
+      loop of your own only the former works: in train mode the model returns its posterior, where
+      an exact GP returns its prior.
+    * Statistics of transforms are those of the first data, also along a stream.
+    * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
+      so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
     Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
     as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of
@@ -254,7 +265,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        self.set_train_data(inputs=untransformed_inputs(self, inputs[0]), strict=False)
+        X = inputs[0][..., 0, :, :] if self.has_output_dim and not self.training else inputs[0]
+        self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
     def train_targets(self) -> Tensor:
@@ -451,17 +463,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
 
-    def _check_predicted_at(self, X: Tensor) -> None:
-        """Raise unless predictions can be made at raw inputs.
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
 
         A one-to-many transform makes several points of each, and may add inputs that are not the
         user's to choose (`AppendFeatures`).
         """
         one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
         check_points(X, None if one_to_many else self.num_inputs, "X")
-
-    def _predicted_at(self, X: Tensor) -> Tensor:
-        """Raw inputs of predictions as the strategy sees them in eval mode."""
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
         X_tf = self.transform_inputs(X)
         dim = self.variational_strategy.inducing_points.shape[-1]
         if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
@@ -624,17 +638,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        self._check_predicted_at(X)
-        X = self.in_precision(X)
-        if not self.has_output_dim:
+        if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        finite, current = is_finite_and_current(self, X)
-        if not finite:
-            check_finite(X, "X")
-        if not current:
-            catch_up(self)
         X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)

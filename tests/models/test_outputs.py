@@ -463,10 +463,8 @@ def test_training_inputs_are_repeated_for_outputs() -> None:
 
 def test_modes_of_a_list_with_transforms() -> None:
     """A list puts the inputs of its models into the mode that it is in."""
-    ours, exact = (
-        ModelListGP(*models)
-        for models in zip(*(pair(n=6 + k, input_transform=Normalize(2)) for k in range(2)))
-    )
+    pairs = [pair(n=6 + k, input_transform=Normalize(2)) for k in range(2)]
+    ours, exact = (ModelListGP(*models) for models in zip(*pairs, strict=True))
     for mode in (True, False, True):
         for a, b in zip(ours.train(mode).models, exact.train(mode).models, strict=True):
             assert_close(a.train_inputs[0], b.train_inputs[0])

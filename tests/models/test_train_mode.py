@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -57,6 +58,26 @@ def test_scipy(objective: Any) -> None:
     X = make_inputs(7, 2)
     means = [model.eval().posterior(X).mean for model in (ours, exact)]
     assert (means[0] - means[1]).abs().max() < 0.05  # of 50: two L-BFGS runs
+
+
+def test_scipy_with_several_outputs() -> None:
+    """Output by output, as BoTorch does; which inducing points that are moved do not allow."""
+    exact = pair(n=15, outputs=2)[1]
+    X, Y = exact.train_inputs[0][0], exact.train_targets.mT
+    ours = SequentialGP(
+        X,
+        Y,
+        covar_module=copy.deepcopy(exact.covar_module),
+        mean_module=copy.deepcopy(exact.mean_module),
+        likelihood=copy.deepcopy(exact.likelihood),
+        outcome_transform=None,
+        learn_inducing_points=False,
+    )
+    for model in (ours, exact):
+        fit_gpytorch_mll_scipy(ExactMarginalLogLikelihood(model.likelihood, model).train())
+    X = make_inputs(5, 2)
+    means = [model.eval().posterior(X).mean for model in (ours, exact)]
+    assert_close(means[0], means[1], 1e-3)  # two L-BFGS runs
 
 
 def test_torch() -> None:

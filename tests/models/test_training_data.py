@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from botorch.acquisition import LogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.acquisition.proximal import ProximalAcquisitionFunction
 from botorch.cross_validation import efficient_loo_cv
 from botorch.models import ModelListGP, SingleTaskGP
@@ -156,6 +157,22 @@ def test_proximal() -> None:
         )
         test = X[3:6].unsqueeze(1) + 0.1
         values.append(torch.stack([proximal(test), listed(test)]))
+    assert_close(values[0], values[1], 1e-5)
+
+
+def test_inputs_of_several_outputs() -> None:
+    """They come once for each output, which BoTorch's functions rely on."""
+    ours, exact = pair(outputs=2, input_transform=Normalize(2))
+    assert_close(ours.train_inputs[0], exact.train_inputs[0], 1e-14)
+    ours.train_inputs = ours.train_inputs
+    assert ours.stream.observations.inputs.shape == (12, 2)
+    assert_close(ours.train().train_inputs[0], exact.train().train_inputs[0])
+    values, X = [], make_inputs(3, 1, 2)
+    for model in (ours.eval(), exact.eval()):
+        first = ScalarizedPosteriorTransform(torch.tensor([1.0, 0.5]))
+        improvement = LogExpectedImprovement(model, 0.5, first)
+        proximal = ProximalAcquisitionFunction(improvement, torch.tensor([0.3, 0.2]), beta=1.0)
+        values.append(proximal(X))
     assert_close(values[0], values[1], 1e-5)
 
 

@@ -265,7 +265,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        X = inputs[0][..., 0, :, :] if self.has_output_dim and not self.training else inputs[0]
+        X = self.shared_by_outputs(inputs[0])
         self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property

@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         bad=st.sampled_from(
-            ["nan input", "nan target", "inf", "columns", "rows", "impossible", "text"]
+            ["nan input", "nan target", "inf", "columns", "rows", "impossible", "complex", "text"]
         ),
         seed=SEEDS,
         conditions=st.booleans(),
@@ -178,6 +178,8 @@ class Machine(RuleBasedStateMachine):
             if self.kind in ("gaussian", "fixed_noise", "student_t", "laplace", "two_outputs"):
                 return
             bad_Y = Y - 17.5
+        elif bad == "complex":
+            bad_Y = Y.to(torch.complex128)
         else:
             bad_Y = ["a", "b", "c"]
         before = snapshot(self.model)

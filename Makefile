@@ -21,10 +21,10 @@ demo: $(READY)
 	$(BIN)/python -m tutorials.hotspots --short
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 quick: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

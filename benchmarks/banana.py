@@ -166,7 +166,7 @@ def measure(
 
 def _hyperparameters(kernel: Any) -> dict[str, float]:
     return {
-        "lengthscale": round(float(kernel.base_kernel.lengthscale), 4),
+        "lengthscale": round(kernel.base_kernel.lengthscale.item(), 4),
         "variance": round(float(kernel.outputscale), 4),
     }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,33 @@ SLOW_EXAMPLES = {
     "seqgp.ax.strategy.probability_of_validity",
     "seqgp.batch_optimizer.BatchOptimizer",
 }
+#: Files whose tests share an expensive fixture: a worker gets all of them.
+TOGETHER = {
+    "tests/ax_integration/test_storage.py",
+    "tests/ax_integration/test_transforms.py",
+    "tests/benchmarks/test_commands.py",
+    "tests/benchmarks/test_regression.py",
+    "tests/documentation/test_docs.py",
+    "tests/documentation/test_readme.py",
+    "tests/documentation/test_tutorials.py",
+    "tests/test_package.py",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Every test by itself, but for those that share a fixture.
+
+    pytest-xdist's own groups rest on an attribute that tests no longer have since pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,7 +177,6 @@ def run_in(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.xdist_group("sdist")
 @pytest.mark.slow
 def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
     def files(root: Path) -> set[Path]:
@@ -194,7 +193,6 @@ def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
     assert all((unpacked / name).exists() for name in ("Makefile", "constraints.txt", "LICENSE"))
 
 
-@pytest.mark.xdist_group("sdist")
 @pytest.mark.slow
 def test_tests_of_the_source_distribution_run(unpacked: Path) -> None:
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")

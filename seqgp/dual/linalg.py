@@ -36,13 +36,14 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -
         The ``... x m x m`` lower Cholesky factor.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    if strict:  # without a ladder the scale does not matter
+        full = matrix + torch.diag_embed(jitter * diagonal) if jitter else matrix
+        factor, failed = torch.linalg.cholesky_ex(full)
+        return torch.where((failed > 0)[..., None, None], torch.nan, factor)
     scale = diagonal.clamp_min(torch.finfo(matrix.dtype).tiny).sqrt().unsqueeze(-1)
     unit = matrix / (scale * scale.mT)
     if jitter:
         unit = unit + torch.diag_embed(torch.full_like(diagonal, jitter))
-    if strict:
-        factor, failed = torch.linalg.cholesky_ex(unit)
-        return scale * torch.where((failed > 0)[..., None, None], torch.nan, factor)
     return scale * psd_safe_cholesky(unit)
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from seqgp.dual.duals import Duals, Pair, add, align, interpolate, tie
+from seqgp.dual.duals import Duals, Pair, add, interpolate, tie
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.posterior import (
     Factors,
@@ -316,7 +316,7 @@ def fixed_point(
     secant step :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most
     ``rho``. Once there are steps to learn from, Anderson's extrapolation of them is tried; if it
     would lower the bound, they are forgotten and a plain step is made. A member is finished when
-    its target differs from its state by less than ``tol``, relative to the largest element.
+    its target differs from its state by less than ``tol``, relative to `_Layout.scale`.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
@@ -332,7 +332,9 @@ def fixed_point(
     if conjugate:
         _, bound = step(target, False)
         return target, Convergence(2, torch.zeros_like(bound), bound, True)
+    layout = _Layout(target, bound.dim())
     state = type(target)(*(s.expand_as(t) for s, t in zip(state, target, strict=True)))
+    now, ahead = layout.pack(state), layout.pack(target)
     rhos = torch.full_like(bound, rho)
     tol = max(tol, 16 * torch.finfo(bound.dtype).eps)  # no tighter than rounding allows
     # A step smaller than this changes the bound by less than its rounding error.
@@ -340,30 +342,37 @@ def fixed_point(
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
     steps, history = 1, _History(bound)
     while True:
-        residual = _relative_change(state, target, bound)
+        scale, move = layout.scale(now, ahead), ahead - now
+        change = move / scale
+        residual = _largest(change).nan_to_num(nan=torch.inf)
         unfinished = residual > tol
         active = unfinished & (rhos > smallest)
         accelerated = active & history.usable()
+        plain = active & ~accelerated
         # All decisions of a step wait for the device once.
-        goes_on, extrapolates, is_left = (
-            torch.stack([active.any(), accelerated.any(), unfinished.any()]).cpu().tolist()
-        )
-        if not goes_on or steps >= max_steps:
+        flags = torch.stack([plain, accelerated, unfinished], -1).reshape(-1, 3).any(0)
+        goes_plainly, extrapolates, is_left = flags.cpu().tolist()
+        if not (goes_plainly or extrapolates) or steps >= max_steps:
             break
-        trial = interpolate(state, target, torch.where(active, rhos, 0.0))
+        trial = now
+        if goes_plainly:
+            trial = now + torch.where(plain, rhos, 0.0).unsqueeze(-1) * move
         if extrapolates:
-            trial = _where(accelerated, history.extrapolate(state, target), trial)
-        trial_target, trial_bound = step(trial, True)
+            further = history.extrapolate(ahead, change, scale)
+            trial = torch.where(accelerated.unsqueeze(-1), further, trial)
+        target, trial_bound = step(layout.unpack(trial), True)
+        trial_ahead = layout.pack(target)
         steps += 1
         accepted = active & (trial_bound >= bound - slack * (1 + bound.abs()))
-        failed = active & ~accepted
-        secant = _secant(state, target, trial, trial_target, rhos).clamp_max(rho)
+        trial_move = trial_ahead - trial
         if extrapolates:
-            history.forget(failed & accelerated)
-        history.remember(accepted, state, target, trial, trial_target)
-        rhos = torch.where(accepted & ~accelerated, secant, rhos)
-        rhos = torch.where(failed & ~accelerated, rhos / 2, rhos)
-        state, target = _where(accepted, trial, state), _where(accepted, trial_target, target)
+            history.forget(accelerated & ~accepted)
+        history.remember(accepted, trial - now, trial_move - move)
+        if goes_plainly:
+            secant = _secant(change, trial_move / scale, rhos).clamp_max(rho)
+            rhos = torch.where(plain, torch.where(accepted, secant, rhos / 2), rhos)
+        moves = accepted.unsqueeze(-1)
+        now, ahead = torch.where(moves, trial, now), torch.where(moves, trial_ahead, ahead)
         bound = torch.where(accepted, trial_bound, bound)
     if is_left and (steps >= max_steps or float(residual.max()) > _STUCK):
         reason = f"after {steps} natural-gradient steps"
@@ -377,7 +386,45 @@ def fixed_point(
             NumericalWarning,
             stacklevel=3,
         )
-    return state, Convergence(steps, residual, bound, not is_left)
+    return layout.unpack(now), Convergence(steps, residual, bound, not is_left)
+
+
+class _Layout(Generic[Pair]):
+    """Pairs of tensors as vectors, one for each member of the batch.
+
+    Args:
+        like: A pair of the shapes that are to be packed, with leading batch dimensions.
+        batch_dims: The number of these.
+    """
+
+    def __init__(self, like: Pair, batch_dims: int) -> None:
+        self.kind: type[Pair] = type(like)
+        self.batch_dims = batch_dims
+        self.shapes: list[torch.Size] = [tensor.shape[batch_dims:] for tensor in like]
+        self.sizes = [shape.numel() for shape in self.shapes]
+
+    def pack(self, pair: Pair) -> Tensor:
+        """``... x k``, all elements of both tensors."""
+        return torch.cat([tensor.flatten(self.batch_dims) for tensor in pair], -1)
+
+    def unpack(self, vector: Tensor) -> Pair:
+        """The pair that a vector stands for."""
+        parts = zip(vector.split(self.sizes, -1), self.shapes, strict=True)
+        return self.kind(*(part.reshape(*part.shape[:-1], *shape) for part, shape in parts))
+
+    def scale(self, state: Tensor, target: Tensor) -> Tensor:
+        """``... x k``, what a change of each element is compared with.
+
+        The largest element of its tensor before or after (labels of which a state is too certain
+        have sites that vanish), or for natural means the root of the largest precision if that is
+        more: they may cancel, as those of as many ones as zeros at the same input do.
+        """
+        smallest = torch.finfo(target.dtype).tiny
+        largest = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
+        lam, precision = (_largest(part).clamp_min(smallest) for part in largest)
+        sizes = torch.maximum(lam, precision.sqrt()), precision
+        pairs = zip(sizes, largest, strict=True)
+        return torch.cat([size.unsqueeze(-1).expand_as(part) for size, part in pairs], -1)
 
 
 class _History:
@@ -392,10 +439,10 @@ class _History:
     depth = 5
 
     def __init__(self, bound: Tensor) -> None:
-        self.batch_dims = bound.dim()
         self.none = torch.zeros_like(bound, dtype=torch.bool)
-        # Moves, changes of the residual, and which members of the batch have made the step.
-        self.steps: list[tuple[Any, Any, Tensor]] = []
+        # The sum of move and change of the residual, the latter, and which members of the batch
+        # have made the step.
+        self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def usable(self) -> Tensor:
         """Which members of the batch have steps to learn from."""
@@ -405,31 +452,20 @@ class _History:
 
     def forget(self, members: Tensor) -> None:
         """Forget all steps of some members."""
-        self.steps = [(s, r, made & ~members) for s, r, made in self.steps]
+        self.steps = [(total, change, made & ~members) for total, change, made in self.steps]
 
-    def remember(
-        self, members: Tensor, state: Pair, target: Pair, new: Pair, new_target: Pair
-    ) -> None:
-        """Remember the step from ``state`` to ``new`` of some members."""
-        pairs = list(zip(state, target, new, new_target, strict=True))
-        moves = type(state)(*(n - s for s, _, n, _ in pairs))
-        changes = type(state)(*((nt - n) - (t - s) for s, t, n, nt in pairs))
-        latest = (_mask(members, moves), _mask(members, changes), members)
+    def remember(self, members: Tensor, move: Tensor, change: Tensor) -> None:
+        """Remember a step of some members, and how it changed the residual."""
+        made = members.unsqueeze(-1)
+        latest = torch.where(made, move + change, 0.0), torch.where(made, change, 0.0), members
         self.steps = [*self.steps, latest][-self.depth :]
 
-    def extrapolate(self, state: Pair, target: Pair) -> Pair:
-        """The next state."""
-        gram: Any = 0.0
-        product: Any = 0.0
-        dims = self.batch_dims
-        sizes = _sizes(state, target, dims)
-        for i, (s, t) in enumerate(zip(state, target, strict=True)):
-            scale = sizes[i].unsqueeze(-1)
-            changes = torch.stack([r[i].flatten(dims) for _, r, _ in self.steps], -2)
-            changes = changes / scale.unsqueeze(-1)
-            gram = gram + changes @ changes.mT
-            product = product + changes @ ((t - s).flatten(dims) / scale).unsqueeze(-1)
+    def extrapolate(self, target: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
+        """The next state; the residual is divided by the scale already."""
+        totals, changes = (torch.stack([step[i] for step in self.steps], -2) for i in (0, 1))
         made = torch.stack([made for _, _, made in self.steps], -1).unsqueeze(-1)
+        changes = changes / scale.unsqueeze(-2)
+        gram, product = changes @ changes.mT, changes @ residual.unsqueeze(-1)
         size = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
         made = made & (size > 0)
         size = torch.where(made, size, 1.0)
@@ -438,12 +474,7 @@ class _History:
         ridge = torch.where(made, torch.finfo(gram.dtype).eps ** (2 / 3), 1.0).to(gram)
         product = torch.where(made, product / size, 0.0)
         gamma = torch.linalg.solve_ex(gram + torch.diag_embed(ridge.squeeze(-1)), product).result
-        gamma = (gamma / size).squeeze(-1)
-        following = list(target)
-        for weight, (moves, changes, _) in zip(gamma.unbind(-1), self.steps, strict=True):
-            for i, (s, r) in enumerate(zip(moves, changes, strict=True)):
-                following[i] = following[i] - align(weight, s) * (s + r)
-        return type(target)(*following)
+        return target - ((gamma / size).mT @ totals).squeeze(-2)
 
 
 def without_nan(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,57 +482,16 @@ def without_nan(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     return mean.nan_to_num(), variance.nan_to_num(nan=1.0)
 
 
-def _size(tensor: Tensor, batch_dims: int) -> Tensor:
-    """The largest element of each member of the batch, but not zero."""
-    if tensor.numel() == 0:
-        return tensor.new_ones(tensor.shape[:batch_dims])
-    size = tensor.abs().amax(tuple(range(batch_dims, tensor.dim())))
-    return size.clamp_min(torch.finfo(tensor.dtype).tiny)
+def _largest(vectors: Tensor) -> Tensor:
+    """The largest absolute value of each of ``... x k`` vectors; zero if there are no elements."""
+    if vectors.shape[-1] == 0:
+        return vectors.new_zeros(vectors.shape[:-1])
+    return vectors.abs().amax(-1)
 
 
-def _sizes(state: Pair, target: Pair, batch_dims: int) -> tuple[Tensor, Tensor]:
-    """What a change of each of the pair is compared with, for each member of the batch.
-
-    The largest element before or after (labels of which a state is too certain have sites that
-    vanish), or for natural means the root of the largest precision if that is more: they may
-    cancel, as those of as many ones as zeros at the same input do.
-    """
-    lam, precision = (
-        torch.maximum(_size(s, batch_dims), _size(t, batch_dims))
-        for s, t in zip(state, target, strict=True)
-    )
-    return torch.maximum(lam, precision.sqrt()), precision
-
-
-def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
-    """Largest change of any element relative to its `_sizes`, per member of the batch."""
-    residual = torch.zeros_like(bound)
-    for s, t, size in zip(state, target, _sizes(state, target, bound.dim()), strict=True):
-        if t.numel():
-            change = (t - s).abs().amax(tuple(range(bound.dim(), t.dim())))
-            residual = torch.maximum(residual, change / size)
-    return residual.nan_to_num(nan=torch.inf)
-
-
-def _secant(state: Pair, target: Pair, trial: Pair, trial_target: Pair, rhos: Tensor) -> Tensor:
+def _secant(before: Tensor, after: Tensor, rhos: Tensor) -> Tensor:
     """The step size that the residuals before and after a step suggest; at least a quarter."""
-    square, product = torch.zeros_like(rhos), torch.zeros_like(rhos)
-    sizes = _sizes(state, target, rhos.dim())
-    for s, t, new_s, new_t, size in zip(state, target, trial, trial_target, sizes, strict=True):
-        dims = tuple(range(rhos.dim(), t.dim()))
-        scale = align(size, t)
-        before, after = (t - s) / scale, (new_t - new_s) / scale
-        square = square + before.square().sum(dims)
-        product = product + (before * (before - after)).sum(dims)
+    square = before.square().sum(-1)
+    product = (before * (before - after)).sum(-1)
     step = torch.where(product > 0, rhos * square / product, torch.inf)
     return torch.maximum(step, rhos / 4)
-
-
-def _mask(condition: Tensor, pair: Pair) -> Pair:
-    """Zero wherever the condition does not hold."""
-    return type(pair)(*(torch.where(align(condition, x), x, 0.0) for x in pair))
-
-
-def _where(condition: Tensor, a: Pair, b: Pair) -> Pair:
-    """Member by member of the batch, ``a`` where the condition holds and ``b`` elsewhere."""
-    return type(a)(*(torch.where(align(condition, x), x, y) for x, y in zip(a, b, strict=True)))

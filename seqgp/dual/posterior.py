@@ -45,8 +45,7 @@ def factorise(duals: Duals, strict: bool = False) -> Factors:
     """
     eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
     R = scaled_cholesky(duals.B + eye, strict=strict)
-    mean = solve_cholesky(R, duals.lam.unsqueeze(-1)).squeeze(-1)
-    return Factors(R, mean)
+    return Factors(R, torch.cholesky_solve(duals.lam.unsqueeze(-1), R).squeeze(-1))
 
 
 def has_posterior(duals: Duals) -> bool:

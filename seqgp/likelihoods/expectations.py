@@ -209,21 +209,13 @@ def _bernoulli(
     sign = 2 * targets - 1
     signed = sign * (mean + spread * nodes)
     log_cdf = torch.special.log_ndtr(signed)
-    slope = sign * _inverse_mills_ratio(signed, log_cdf)
+    slope = sign * _inverse_mills_ratio(signed)
     return _from_slopes(log_cdf, slope, nodes, weights, spread)
 
 
-def _inverse_mills_ratio(x: Tensor, log_cdf: Tensor) -> Tensor:
-    r""":math:`\phi(x) / \Phi(x)`, given :math:`\log\Phi(x)`.
-
-    Far in the left tail, where the difference of logarithms of order :math:`x^2` has no digits
-    left, this is the asymptotic series :math:`|x| + 1/|x| - 2/|x|^3`.
-    """
-    log_ratio = -0.5 * x.square() - 0.5 * math.log(2 * math.pi) - log_cdf
-    tail = torch.finfo(x.dtype).eps ** (-1 / 6)  # where the series' next term vanishes
-    size = (-x).clamp_min(tail)
-    series = size + (1 - 2 / size.square()) / size
-    return torch.where(x < -tail, series, log_ratio.clamp_max(math.log(2 * tail)).exp())
+def _inverse_mills_ratio(x: Tensor) -> Tensor:
+    r""":math:`\phi(x) / \Phi(x)`, by the scaled complementary error function."""
+    return math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
 
 
 @rule_for(expectations, PoissonLikelihood)
@@ -263,8 +255,8 @@ def _binomial(
     else:
         right, left = torch.special.log_ndtr(f), torch.special.log_ndtr(-f)
         value = targets * right + (N - targets) * left
-        slope = targets * _inverse_mills_ratio(f, right)
-        slope = slope - (N - targets) * _inverse_mills_ratio(-f, left)
+        slope = targets * _inverse_mills_ratio(f)
+        slope = slope - (N - targets) * _inverse_mills_ratio(-f)
     value, alpha, beta = _from_slopes(value, slope, nodes, weights, spread)
     log_choose = (N + 1).lgamma() - (targets + 1).lgamma() - (N - targets + 1).lgamma()
     return Expectations(value + log_choose, alpha, beta)

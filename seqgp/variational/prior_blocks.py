@@ -21,6 +21,9 @@ from torch import Tensor
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.variational.stationary import stationary
 
+#: Up to this number of values their covariances are evaluated at once: a lazy kernel costs more.
+SMALL = 64
+
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
 Forward = Callable[[Tensor], MultivariateNormal]
 
@@ -170,6 +173,8 @@ def _from_modules(
         return diagonal.reshape(*right_batch, n) if shared else diagonal
 
     def full() -> LinearOperator:
+        if known is not None and n <= SMALL and not torch.is_grad_enabled():
+            return to_linear_operator(known.matrix(right, right))
         return kernel(right)
 
     return Prior(cross, mean, variance, full, prior_left)

@@ -35,7 +35,7 @@ class Stationary(NamedTuple):
     profile: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def matrix(self, left: Tensor, right: Tensor) -> Tensor:
-        """The ``p x n`` covariances of values at ``p x d`` and ``n x d`` inputs."""
+        """``... x p x n`` covariances of values at ``... x p x d`` and ``... x n x d`` inputs."""
         centre = right.detach().mean(-2, keepdim=True)  # small numbers have small rounding errors
         scaled = ((x - centre) / self.lengthscale for x in (left, right))
         scale = left.new_ones(()) if self.scale is None else self.scale
@@ -55,18 +55,19 @@ def stationary(kernel: Kernel) -> Stationary | None:
             all inputs and without a batch shape. Subclasses may do something else.
     """
     scale = None
-    if type(kernel) is ScaleKernel:
-        if kernel.batch_shape or kernel.active_dims is not None:
-            return None
+    if type(kernel) is ScaleKernel and kernel.active_dims is None:
         scale, kernel = kernel.outputscale, kernel.base_kernel
     profile = None
     if type(kernel) is RBFKernel:
         profile = _rbf
     elif type(kernel) is MaternKernel:
         profile = {1.5: _matern_3_2, 2.5: _matern_5_2}.get(kernel.nu)
-    if profile is None or kernel.batch_shape or kernel.active_dims is not None:
+    if profile is None or kernel.active_dims is not None:
         return None
-    return Stationary(kernel.lengthscale, scale, profile)
+    lengthscale = kernel.lengthscale
+    if lengthscale.dim() > 2 or (scale is not None and scale.dim()):  # a batch of kernels
+        return None
+    return Stationary(lengthscale, scale, profile)
 
 
 def _rbf(square: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +99,11 @@ class _Covariances(torch.autograd.Function):
         ctx: Any, left: Tensor, right: Tensor, scale: Tensor, profile: Callable[..., Any]
     ) -> Tensor:
         norms = [x.square().sum(-1) for x in (left, right)]
-        square = norms[0].unsqueeze(-1) + norms[1]
-        square = square.addmm_(left, right.mT, alpha=-2).clamp_min_(0)
+        square = norms[0].unsqueeze(-1) + norms[1].unsqueeze(-2)
+        if square.dim() == 2:
+            square = square.addmm_(left, right.mT, alpha=-2).clamp_min_(0)
+        else:
+            square = square.sub_(2 * left @ right.mT).clamp_min_(0)
         value, slope = profile(square)
         ctx.save_for_backward(left, right, scale, value, slope)
         return scale * value
@@ -113,8 +117,10 @@ class _Covariances(torch.autograd.Function):
             weight = (outer * slope).mul_(2 * scale)
         if ctx.needs_input_grad[0]:
             d_left = weight.sum(-1, keepdim=True) * left - weight @ right
+            d_left = d_left.sum_to_size(left.shape)
         if ctx.needs_input_grad[1]:
             d_right = weight.sum(-2).unsqueeze(-1) * right - weight.mT @ left
+            d_right = d_right.sum_to_size(right.shape)
         if ctx.needs_input_grad[2]:
             d_scale = (outer * value).sum().reshape(scale.shape)
         return d_left, d_right, d_scale, None

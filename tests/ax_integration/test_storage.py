@@ -32,7 +32,6 @@ def client() -> Client:
     return client
 
 
-@pytest.mark.xdist_group("storage")
 @pytest.mark.slow
 def test_json(client: Client, tmp_path: Path) -> None:
     path = str(tmp_path / "client.json")
@@ -73,7 +72,6 @@ def test_sql(tmp_path: Path) -> None:
     assert len(loaded.summarize()) == 6
 
 
-@pytest.mark.xdist_group("storage")
 @pytest.mark.slow
 def test_all_of_ax_s_analyses(client: Client) -> None:
     cards = [card for group in client.compute_analyses(display=False) for card in group.flatten()]
@@ -86,7 +84,6 @@ def test_all_of_ax_s_analyses(client: Client) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("storage")
 def test_feature_importances(client: Client) -> None:
     adapter: Any = client._generation_strategy.adapter
     for metric in ("z", "count"):

@@ -42,7 +42,6 @@ def finished() -> tuple[Any, list[Any]]:
     return client, done
 
 
-@pytest.mark.xdist_group("finished")
 def test_counts_and_labels_arrive_as_they_were_reported(finished: tuple[Any, list[Any]]) -> None:
     client, done = finished
     known = [outcome for _, outcome in done[:-1] if isinstance(outcome, dict)]
@@ -51,14 +50,12 @@ def test_counts_and_labels_arrive_as_they_were_reported(finished: tuple[Any, lis
         assert sorted(dataset(client, metric).Y.flatten().tolist()) == values
 
 
-@pytest.mark.xdist_group("finished")
 def test_gaussian_metrics_are_standardised(finished: tuple[Any, list[Any]]) -> None:
     Y = dataset(finished[0], "value").Y
     assert float(Y.mean()) == pytest.approx(0, abs=1e-12)
     assert float(Y.std()) == pytest.approx(1)
 
 
-@pytest.mark.xdist_group("finished")
 def test_failures_are_data(finished: tuple[Any, list[Any]]) -> None:
     client, done = finished
     data = dataset(client, VALIDITY)
@@ -70,7 +67,6 @@ def test_failures_are_data(finished: tuple[Any, list[Any]]) -> None:
     assert not any(tuple(x) in failed for x in dataset(client, "value").X.tolist())
 
 
-@pytest.mark.xdist_group("finished")
 def test_constraints_are_on_the_scale_of_the_metric(finished: tuple[Any, list[Any]]) -> None:
     """``count <= 10`` and ``ok >= 0.2``, neither moved nor scaled."""
     adapter: Any = finished[0]._generation_strategy.adapter
@@ -108,7 +104,6 @@ def test_statistics_are_held_until_the_data_have_grown() -> None:
     assert (held.Ymean, held.Ystd) == (fresh.Ymean, fresh.Ystd)
 
 
-@pytest.mark.xdist_group("finished")
 def test_winsorization_is_ax_s_for_gaussian_metrics(finished: tuple[Any, list[Any]]) -> None:
     adapter: Any = finished[0]._generation_strategy.adapter
     cutoffs = adapter.transforms["StreamWinsorize"].cutoffs
@@ -120,14 +115,12 @@ def test_winsorization_is_ax_s_for_gaussian_metrics(finished: tuple[Any, list[An
     assert math.isinf(theirs[1])
 
 
-@pytest.mark.xdist_group("finished")
 def test_an_adapter_is_needed(finished: tuple[Any, list[Any]]) -> None:
     adapter: Any = finished[0]._generation_strategy.adapter
     with pytest.raises(ValueError, match="required by LearnFailures"):
         LearnFailures().transform_experiment_data(adapter.get_training_data())
 
 
-@pytest.mark.xdist_group("finished")
 def test_data_on_another_device_or_dtype_are_ax_s_business(
     finished: tuple[Any, list[Any]],
 ) -> None:

@@ -173,7 +173,6 @@ def test_seconds_until() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("core")
 def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:
     result = core[1]
     assert result["benchmark"] == "core"
@@ -187,7 +186,6 @@ def test_core_says_how_it_was_made(core: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("core")
 @pytest.mark.parametrize("name", ["bernoulli", "gaussian", "poisson"])
 def test_core_compares_like_with_like(core: tuple[Path, dict[str, Any]], name: str) -> None:
     unit = core[1]["units"][f"step/{name}/threads=1/seed0"]
@@ -201,7 +199,6 @@ def test_core_compares_like_with_like(core: tuple[Path, dict[str, Any]], name: s
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("core")
 def test_core_measures_memory(core: tuple[Path, dict[str, Any]]) -> None:
     for n in (10_000, 100_000):
         unit = core[1]["units"][f"memory/n={n}"]
@@ -212,7 +209,6 @@ def test_core_measures_memory(core: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("core")
 def test_finished_run_is_not_repeated(core: tuple[Path, dict[str, Any]]) -> None:
     directory, result = core
     main(["core", "--quick", "--out", str(directory)])
@@ -220,7 +216,6 @@ def test_finished_run_is_not_repeated(core: tuple[Path, dict[str, Any]]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("core")
 def test_report_renders_full_results_only(core: tuple[Path, dict[str, Any]]) -> None:
     directory, result = core
     assert "| bernoulli |" not in report(directory).read_text()

@@ -128,6 +128,7 @@ def test_bare_update_expects_what_ours_expects() -> None:
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore::botorch.exceptions.InputDataWarning")  # labels, to BoTorch
 @pytest.mark.parametrize("way", ["seqgp", "botorch"])
 @pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
 def test_bounds_are_those_of_the_other_benchmark(way: str, likelihood: str) -> None:

@@ -73,7 +73,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_everything_is_in_the_site(built: Path) -> None:
     with (built / "objects.inv").open("rb") as file:
         inventory = InventoryFile.load(file, "", lambda base, path: path)
@@ -92,7 +91,6 @@ def test_everything_is_in_the_site(built: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_pages_are_not_empty(built: Path) -> None:
     for page in ("index", "tutorials", "method", "benchmarks", "api/model", "api/dual"):
         assert len((built / f"{page}.html").read_text()) > 10_000

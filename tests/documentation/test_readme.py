@@ -55,8 +55,6 @@ def parameters(file: Path, line: int, source: str) -> Any:
     """Of a test of a block: a quick run leaves out those that optimise something."""
     slow = re.search(r"\b(BatchOptimizer|optimize_acqf|Client)\(", source)
     marks = [pytest.mark.slow] if slow else []
-    if "fantasize(" in source:
-        marks.append(pytest.mark.xdist_group("fantasies"))
     return pytest.param(file, line, source, id=f"{file.name}-line{line}", marks=marks)
 
 
@@ -77,7 +75,6 @@ def test_stream_example_predicts_the_rate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("fantasies")
 def test_fantasy_example_has_the_shape_it_says() -> None:
     block = next(block for block in blocks() if "fantasize" in block[2])
     names = run(*block)

@@ -100,13 +100,11 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("stream")
 def test_figure_is_not_blank(demo: tuple[Path, str]) -> None:
     check_figure(demo[0] / "figures" / "stream.png", 2, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("stream")
 def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
     rows = [line.split() for line in demo[1].splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == 2 * 5
@@ -161,14 +159,12 @@ PANELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hotspots")
 @pytest.mark.parametrize("name", list(PANELS))
 def test_hotspot_figures_are_not_blank(name: str, hotspots: tuple[Path, str]) -> None:
     check_figure(hotspots[0] / "figures" / f"{name}.png", *PANELS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hotspots")
 def test_hotspot_table(hotspots: tuple[Path, str]) -> None:
     """Accuracy, sensitivity and MSE of both ways, at several stages, starting alike."""
     rows = [line.split() for line in hotspots[1].splitlines() if line.strip()[:1].isdigit()]

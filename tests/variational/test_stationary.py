@@ -49,6 +49,19 @@ def test_values_and_derivatives_are_gpytorchs(kernel: Kernel, learns_inputs: boo
     torch.testing.assert_close(known.variance(left), kernel(left, diag=True))
 
 
+@pytest.mark.parametrize("left_batch", [(), (1,), (2,), (4, 1)])
+def test_batches_of_inputs(kernel: Kernel, left_batch: tuple[int, ...]) -> None:
+    left, right = torch.rand(*left_batch, 5, 3, requires_grad=True), torch.rand(2, 7, 3)
+    known = stationary(kernel)
+    assert known is not None
+    actual = known.matrix(left, right)
+    expected = kernel(left.expand(*actual.shape[:-2], 5, 3), right).to_dense()
+    torch.testing.assert_close(actual, expected.expand_as(actual), rtol=1e-10, atol=1e-10)
+    outer = torch.randn_like(actual)
+    found, wanted = (torch.autograd.grad((outer * k).sum(), left)[0] for k in (actual, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+
+
 def test_derivative_at_distance_zero_vanishes(kernel: Kernel) -> None:
     x = torch.rand(4, 3, requires_grad=True)
     known = stationary(kernel)

@@ -285,6 +285,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         # BoTorch asks for it where it needs inputs as they were given.
         return not self.training and hasattr(self, "input_transform")
 
+    def _set_transformed_inputs(self) -> None:
+        """Nothing to do: `train_inputs` follow the mode. BoTorch's lists call it."""
+
+    def _revert_to_original_inputs(self) -> None:
+        """Nothing to do, as for `_set_transformed_inputs`."""
+
     @property
     def _original_train_inputs(self) -> Tensor:  # type: ignore[override]
         return self.repeated_for_outputs(train_inputs(self, raw=True))
@@ -457,17 +463,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
 
-    def _check_predicted_at(self, X: Tensor) -> None:
-        """Raise unless predictions can be made at raw inputs.
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
 
         A one-to-many transform makes several points of each, and may add inputs that are not the
         user's to choose (`AppendFeatures`).
         """
         one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
         check_points(X, None if one_to_many else self.num_inputs, "X")
-
-    def _predicted_at(self, X: Tensor) -> Tensor:
-        """Raw inputs of predictions as the strategy sees them in eval mode."""
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
         X_tf = self.transform_inputs(X)
         dim = self.variational_strategy.inducing_points.shape[-1]
         if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
@@ -630,17 +638,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        self._check_predicted_at(X)
-        X = self.in_precision(X)
-        if not self.has_output_dim:
+        if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        finite, current = is_finite_and_current(self, X)
-        if not finite:
-            check_finite(X, "X")
-        if not current:
-            catch_up(self)
         X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)

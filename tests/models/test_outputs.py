@@ -12,7 +12,7 @@ from botorch.exceptions.errors import UnsupportedError
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import ModelListGP, SingleTaskGP
 from botorch.models.model import ModelList
-from botorch.models.transforms import Standardize
+from botorch.models.transforms import Normalize, Standardize
 from botorch.posteriors import GPyTorchPosterior, PosteriorList
 from botorch.sampling import ListSampler, SobolQMCNormalSampler
 from gpytorch.means import ZeroMean
@@ -459,3 +459,14 @@ def test_training_inputs_are_repeated_for_outputs() -> None:
     assert ours.num_data == 4
     with pytest.raises(ValueError, match="the outputs share their inputs"):
         ours.set_train_data(torch.stack([X[0], X[1] + 1]), strict=False)
+
+
+def test_modes_of_a_list_with_transforms() -> None:
+    """A list puts the inputs of its models into the mode that it is in."""
+    pairs = [pair(n=6 + k, input_transform=Normalize(2)) for k in range(2)]
+    ours, exact = (ModelListGP(*models) for models in zip(*pairs, strict=True))
+    for mode in (True, False, True):
+        for a, b in zip(ours.train(mode).models, exact.train(mode).models, strict=True):
+            assert_close(a.train_inputs[0], b.train_inputs[0])
+    X = make_inputs(3, 2)
+    assert_same(ours.posterior(X), exact.posterior(X))

@@ -51,11 +51,6 @@ class FittedModel(StreamModel, Protocol):
         """Whether the inducing points are the inputs."""
         ...
 
-    #: Whether the user has said where the inducing points are.
-    keeps_inducing_points: bool
-    #: Whether they are moved by gradient.
-    fits_inducing_points: bool
-
     def choose_inducing_points(self, number: int) -> Tensor:
         """Inducing points for the present kernel."""
         ...

@@ -571,6 +571,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         stands_for: Tensor | None = None,
         max_steps: int | None = None,
         exact: bool = False,
+        with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
@@ -580,6 +581,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             stands_for: For how much of what was folded the first observations stand.
             max_steps: As for `refresh`.
             exact: The bound with inducing points at all inputs.
+            with_past: Whether the summary counts.
         """
         stream = self.stream
         data = replace(self.transformed(stream.observations), weights=stream.weights)
@@ -591,7 +593,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 tol=tol,
                 stands_for=stands_for,
                 max_steps=limit,
-                summary_share=stream.summary_share,
+                summary_share=stream.summary_share if with_past else 0.0,
                 exact=exact,
             )
 
@@ -645,10 +647,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             held.coefficients,
             has_outputs=self.has_output_dim,
         )
-        represents = self.stream.represents
+        represents, importance = self.stream.represents, self.stream.importance
         if len(changed) != len(represents):
-            represents = represents.new_ones(len(changed))
-        self.stream = replace(self.stream, observations=changed, represents=represents)
+            represents = importance = represents.new_ones(len(changed))
+        self.stream = replace(
+            self.stream, observations=changed, represents=represents, importance=importance
+        )
 
     # ---------------------------------------------------------------- streaming
 
@@ -658,11 +662,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Y: Tensor,
         memory: MemoryOptions | int | None = None,
         noise: Tensor | None = None,
-        learn: bool = True,
+        learn: bool | None = None,
         mode: str | UpdateRule = "pseudo-likelihood",
         optimizer: str = "lbfgs",
         steps: int | None = None,
-        tol: float = 0.01,
+        tol: float | None = None,
         learning_rate: float = 0.01,
         inducing: str | InducingPointRule | None = None,
         max_inducing: int | None = None,
@@ -872,6 +876,24 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f"targets: expected shape {' x '.join(map(str, shape))} (a row per output, if "
                 f"there are several), got {tuple(targets.shape)}."
             )
+
+    def hyperparameter_values(self) -> dict[str, Tensor]:
+        """Copies of all parameters that can be learnt, but for inducing points, by name."""
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad and not name.endswith("inducing_points")
+        }
+
+    def set_hyperparameters(self, values: dict[str, Tensor]) -> None:
+        """Give parameters other values, in place.
+
+        Args:
+            values: As `hyperparameter_values` returns them; there may be fewer.
+        """
+        for name, parameter in self.named_parameters():
+            if name in values:
+                parameter.data.copy_(values[name])
 
     def constrained_hyperparameters(self) -> dict[str, Tensor]:
         """All hyperparameters by name, with their constraints applied."""

@@ -27,6 +27,10 @@ class StreamModel(Protocol):
     memory_options: MemoryOptions
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
+    #: Whether the user has said where the inducing points are.
+    keeps_inducing_points: bool
+    #: Whether they are moved by gradient.
+    fits_inducing_points: bool
     training: bool
 
     @property
@@ -70,8 +74,17 @@ class StreamModel(Protocol):
         stands_for: Tensor | None = None,
         max_steps: int | None = None,
         exact: bool = False,
+        with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
         """The bound of stored observations and summary, maximised over q."""
+        ...
+
+    def hyperparameter_values(self) -> dict[str, Tensor]:
+        """Copies of all parameters that can be learnt, but for inducing points, by name."""
+        ...
+
+    def set_hyperparameters(self, values: dict[str, Tensor]) -> None:
+        """Give parameters other values."""
         ...
 
     def constrained_hyperparameters(self) -> dict[str, Tensor]:

@@ -32,10 +32,10 @@ class UpdateOptions:
     """
 
     memory: MemoryOptions | int | None = None
-    learn: bool = True
+    learn: bool | None = None
     optimizer: str = "lbfgs"
     steps: int | None = None
-    tol: float = 0.01
+    tol: float | None = None
     learning_rate: float = 0.01
     inducing: str | InducingPointRule | None = None
     max_inducing: int | None = None
@@ -45,19 +45,21 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         if self.memory is not None:
             object.__setattr__(self, "memory", MemoryOptions.of(self.memory))
-        if not isinstance(self.learn, bool):
-            raise TypeError(f"learn: expected True or False, got {self.learn!r}.")
+        if self.learn is not None and not isinstance(self.learn, bool):
+            raise TypeError(f"learn: expected True, False or None, got {self.learn!r}.")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: expected adam or lbfgs, got {self.optimizer!r}.")
         for name, least in (("steps", 0), ("site_steps", 1), ("max_inducing", 1)):
             _check_whole(name, getattr(self, name), least)
         for name in ("tol", "learning_rate", "discount"):
             value = getattr(self, name)
+            if name == "tol" and value is None:
+                continue
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected a number, got {value!r}.")
         if not 0 <= self.discount <= 1:
             raise ValueError(f"discount: expected a number in [0, 1], got {self.discount}.")
-        if not (self.tol >= 0 and math.isfinite(self.tol)):
+        if self.tol is not None and not (self.tol >= 0 and math.isfinite(self.tol)):
             raise ValueError(f"tol: expected at least zero, got {self.tol}.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate: expected more than zero, got {self.learning_rate}.")

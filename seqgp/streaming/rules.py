@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from botorch.optim.utils import get_parameters_and_bounds
 from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.traits import is_conjugate, is_softmax, precision_floor, summary_noise
 from seqgp.observations import Observations
 from seqgp.streaming.inducing_points import Exchange, InducingPointRule, Keep
+from seqgp.streaming.learning import Decision, learn_best
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
-from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_back
 
 
 class Batch(NamedTuple):
@@ -35,16 +34,33 @@ class Batch(NamedTuple):
     stands_for: Tensor | None
 
 
+class Plan(NamedTuple):
+    """What a rule is to do.
+
+    Attributes:
+        decision: Whether to learn hyperparameters.
+        moves_Z: Whether inducing points are moved by gradient.
+        place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
+            enough for others, too.
+    """
+
+    decision: Decision
+    moves_Z: bool
+    place: Callable[[StreamModel, bool], None]
+
+
 class Learned(NamedTuple):
     """What learning did.
 
     Attributes:
         steps: Evaluations of the objective for hyperparameters.
         bound: The bound at the end.
+        outcome: Which hyperparameters have been kept.
     """
 
     steps: int
     bound: Tensor
+    outcome: str = "present"
 
 
 class UpdateRule(ABC):
@@ -67,6 +83,14 @@ class UpdateRule(ABC):
                 "sites stay exact; pass MemoryOptions(replay=0)."
             )
 
+    def learns_by_default(self, learn: bool | None) -> bool | None:
+        """Whether to learn hyperparameters if the user does not say; ``None`` to decide by data.
+
+        Args:
+            learn: What the user says.
+        """
+        return learn
+
     @abstractmethod
     def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
         """What becomes of the inducing points if the user does not say.
@@ -78,15 +102,15 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def learn(
-        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
-        """Learn hyperparameters, if asked for, and converge the posterior.
+        """Learn hyperparameters, if that is the plan, and converge the posterior.
 
         Args:
             model: The model, which holds remembered and new observations.
             batch: The same observations.
             options: The options.
-            moves_Z: Whether inducing points are moved by gradient.
+            plan: What to do.
         """
 
     @abstractmethod
@@ -121,15 +145,25 @@ class PseudoLikelihood(UpdateRule):
         self.bounds_new_classes = bounds_new_classes
 
     def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
-        """Exchanged and moved by gradient, if something is learnt and they are a parameter."""
-        return Exchange(moves=True) if learns and moves else Keep()
+        """As many as the data need, unless nothing is to change but the posterior."""
+        return Exchange(moves=moves) if learns else Keep()
 
     def learn(
-        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
         """Maximise the bound of memory, new observations and summary."""
-        steps = _maximise(model, batch, options, moves_Z) if options.learn else 0
-        return Learned(steps, model.refresh(max_steps=options.site_steps))
+        if not plan.decision.learn:
+            return Learned(0, model.refresh(max_steps=options.site_steps))
+        return Learned(
+            *learn_best(
+                model,
+                options,
+                plan.moves_Z,
+                batch.stands_for,
+                plan.decision.restart,
+                plan.place,
+            )
+        )
 
     def remember(
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
@@ -142,57 +176,6 @@ class PseudoLikelihood(UpdateRule):
         if changed or options.discount != 1 or model.stream.replay:
             steps = options.site_steps
             model.refresh(max_steps=None if steps is None else -(-steps // 2))  # it is not far
-
-
-def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:
-    """The objective of a model, what it is maximised over, and bounds.
-
-    Args:
-        model: The model.
-        moves_Z: Whether the inducing points are among it.
-    """
-    mll = DualELBO(model.likelihood, model)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves_Z else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
-    return mll, parameters, bounds
-
-
-@torch.enable_grad()
-def _maximise(model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool) -> int:
-    """Maximise the bound of memory, new observations and summary; returns the evaluations."""
-    mll, parameters, bounds = learnable(model, moves_Z)
-    steps = options.steps
-    if steps is None:
-        steps = 40 if options.optimizer == "lbfgs" else 100
-    if not parameters or not steps:
-        return 0
-    sites, taken = None, 0
-    # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-    tol = 1e-3 if options.optimizer == "adam" else 1e-4
-
-    def objective() -> Tensor:
-        nonlocal sites, taken
-        taken += 1
-        bound, sites = model.bound(sites, tol, batch.stands_for, options.site_steps)
-        return -mll.with_priors(bound, 1).sum()
-
-    def forget_sites() -> None:
-        nonlocal sites
-        sites = None
-
-    loss = turning_back(objective, parameters, forget_sites)
-    training = model.training
-    model.train()
-    if options.optimizer == "adam":
-        for _ in adam([loss] * steps, parameters, bounds, options.learning_rate):
-            pass
-    else:
-        lbfgs(loss, parameters, bounds, steps, options.tol)
-    model.train(training)
-    return taken
 
 
 def fold_all_but(

@@ -114,21 +114,21 @@ def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> 
     raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.50}.")
 
 
-def check_points(X: Any, dim: int, name: str) -> None:
+def check_points(X: Any, dim: int | None, name: str) -> None:
     """Raise unless ``X`` is a ``... x n x d`` tensor, finite or not.
 
     Args:
         X: The tensor to check.
-        dim: The expected ``d``.
+        dim: The expected ``d``, if it is known.
         name: What to call it in the error.
     """
     check_tensor(X, name)
-    if X.dim() < 2 and dim > 1:
+    if X.dim() < 2 and dim != 1:
         raise ValueError(
-            f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}; a single point is "
-            f"{name}.unsqueeze(0)."
+            f"{name}: expected shape ... x n x {'d' if dim is None else dim}, got "
+            f"{tuple(X.shape)}; a single point is {name}.unsqueeze(0)."
         )
-    if X.dim() >= 2 and X.shape[-1] != dim:
+    if X.dim() >= 2 and dim is not None and X.shape[-1] != dim:
         raise ValueError(f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}.")
 
 
@@ -353,7 +353,7 @@ def check_targets(
     """
     check_target_shape(targets, inputs, name)
     if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
-        _check_finite(targets, name, -1)
+        _check_finite(targets, name, -1, _missing_hint(targets, likelihood))
     for argument, value in kwargs.items():
         _check_argument(value, argument, targets)
     if targets.numel():
@@ -406,7 +406,19 @@ def _check_argument_shape(value: Any, name: str, targets: Tensor) -> None:
         )
 
 
-def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
+def _missing_hint(targets: Tensor, likelihood: Likelihood) -> str:
+    """The end of an error about NaN: what to do if observations are missing."""
+    if not is_conjugate(likelihood) or not targets.is_floating_point():
+        return "."
+    if targets.dim() > 1 and bool(targets.isnan().any()):
+        return (
+            "; if some outputs have not been observed everywhere, pass likelihood="
+            f"GaussianLikelihoodWithMissingObs(batch_shape=torch.Size({[*targets.shape[:-1]]}))."
+        )
+    return "; leave out what has not been observed."
+
+
+def _check_finite(tensor: Tensor, name: str, dim: int, hint: str = ".") -> None:
     """Observations, one after the other along a dimension, without NaN and infinity."""
     if not tensor.is_floating_point():
         return
@@ -415,7 +427,7 @@ def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
         first = f", the first in row {int(bad.nonzero()[:, dim].min())}" if tensor.dim() else ""
         raise ValueError(
             f"{name}: expected finite numbers, got {int(bad.sum())} NaN or infinite out of "
-            f"{tensor.numel()}{first}."
+            f"{tensor.numel()}{first}{hint}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from botorch.models.utils.inducing_point_allocators import (
     GreedyVarianceReduction,
     InducingPointAllocator,
 )
+from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
@@ -27,6 +29,7 @@ from gpytorch.priors import NormalPrior
 from torch import Tensor
 
 from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
 from seqgp.validation import (
     check_coefficients,
@@ -56,6 +59,8 @@ class Parts(NamedTuple):
         num_outputs: The number of outputs.
         batch_shape: Of the duals, without latents.
         has_output_dim: Whether the last batch dimension is that of the outputs.
+        outcome_transform: The outcome transform, which has learnt its statistics.
+        standardizes_by_default: Whether it is the default one.
     """
 
     observations: Observations
@@ -67,6 +72,8 @@ class Parts(NamedTuple):
     num_outputs: int
     batch_shape: torch.Size
     has_output_dim: bool
+    outcome_transform: OutcomeTransform | None
+    standardizes_by_default: bool
 
 
 def assemble(
@@ -78,9 +85,9 @@ def assemble(
     mean_module: Mean | None,
     inducing_points: Tensor | int | None,
     input_transform: InputTransform | None,
-    outcome_transform: OutcomeTransform | None,
+    outcome_transform: OutcomeTransform | _DefaultType | None,
     allocator: InducingPointAllocator | None,
-    likelihood_arguments: dict[str, Any] | None,
+    likelihood_arguments: Mapping[str, Any] | None,
     coefficients: Tensor | None,
 ) -> Parts:
     """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
@@ -95,25 +102,37 @@ def assemble(
         ("covar_module", covar_module, Kernel),
         ("mean_module", mean_module, Mean),
         ("input_transform", input_transform, InputTransform),
-        ("outcome_transform", outcome_transform, OutcomeTransform),
     ):
         check_instance(part, kind, name)
+    is_default = outcome_transform is DEFAULT
+    outcomes: Any = None if is_default else outcome_transform
+    check_instance(outcomes, OutcomeTransform, "outcome_transform")
     if train_Yvar is not None:
         _check_noise(train_Y, train_Yvar, likelihood)
     train_X, train_Y = train_X.detach(), train_Y.detach()
+    train_Yvar = None if train_Yvar is None else train_Yvar.detach()
     if not train_Y.is_floating_point():
         train_Y = train_Y.to(train_X)
-    given_Y = train_Y
+    given_Y, given_arguments = train_Y, dict(likelihood_arguments or {})
+    gaussian = likelihood is not None and is_conjugate(likelihood)
+    if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
+        train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
     flat = train_X if coefficients is None else train_X.flatten(-3, -2)
     with torch.no_grad():
         X = flat
         if input_transform is not None:
             input_transform.to(train_X).train()
             X = input_transform(flat)
-        if outcome_transform is not None:
-            outcome_transform.to(train_X).train()
-            at = X if coefficients is None else points
-            train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=at)
+        at = X if coefficients is None else points
+        if is_default:
+            outcomes = default_transform(train_Y, likelihood, coefficients is not None)
+        elif outcomes is not None:
+            outcomes.to(train_X).train()
+            outcomes(train_Y, train_Yvar, X=at)  # learns its statistics, if it has any
+        if outcomes is not None:
+            train_Y, train_Yvar = transform_observations(
+                outcomes, train_Y, train_Yvar, at, coefficients
+            )
     m, batch_shape = train_Y.shape[-1], points.shape[:-2]
     aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
     Y, noise = _to_targets(train_Y), None if train_Yvar is None else _to_targets(train_Yvar)
@@ -123,7 +142,7 @@ def assemble(
         else:
             likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
     likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
-    arguments = _arguments(likelihood_arguments or {}, train_Y.shape)
+    arguments = _arguments(given_arguments, train_Y.shape)
     if noise is not None:
         arguments["noise"] = noise
     latents = _num_latents(likelihood, train_Y)
@@ -137,7 +156,7 @@ def assemble(
         likelihood,
         arguments,
         coefficients,
-        outcome_transform,
+        outcomes,
         _to_targets(given_Y),
         m > 1,
     )
@@ -169,6 +188,8 @@ def assemble(
         m if latents is None else latents,
         aug_batch_shape,
         m > 1,
+        outcomes,
+        is_default and outcomes is not None,
     )
 
 
@@ -190,6 +211,21 @@ def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | N
 def _to_targets(Y: Tensor) -> Tensor:
     """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
     return Y.mT if Y.shape[-1] > 1 else Y.squeeze(-1)
+
+
+def _noise_columns(noise: Tensor, Y: Tensor) -> Tensor:
+    """Noise variances ``... [x m] x n``, or as ``Y`` is, in the shape of ``Y``, ``... x n x m``."""
+    if noise.shape == Y.shape:
+        return noise
+    m, n = Y.shape[-1], Y.shape[-2]
+    try:
+        rows = noise.expand(*Y.shape[:-2], *([m] if m > 1 else []), n)
+    except RuntimeError:
+        raise ValueError(
+            f"noise: expected shape ... x {n}, an element for each observation, got "
+            f"{tuple(noise.shape)}."
+        ) from None
+    return rows.mT if m > 1 else rows.unsqueeze(-1)
 
 
 def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:

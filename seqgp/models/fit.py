@@ -23,6 +23,7 @@ from seqgp.progress import progress_bar
 from seqgp.streaming.model import StreamModel
 from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, turning_back
+from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
 #: more, the data come in minibatches.
@@ -178,7 +179,7 @@ def _fit_full_batch(
         bar.update()
         model.refresh()
         data = model.stream.observations
-        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
+        return _loss(model, mll, data)
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
@@ -257,7 +258,7 @@ def _fit_minibatches(
             for index in order.split(options.size):
                 part = data.select(index)
                 model.natural_gradient_step(part, options.rho)
-                yield partial(_minibatch_loss, model, mll, part)
+                yield partial(_loss, model, mll, part)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         if options.epochs is not None:
@@ -286,10 +287,10 @@ def _fit_minibatches(
         )
 
 
-def _minibatch_loss(
-    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, part: Observations
-) -> Tensor:
-    return -mll(model(part.inputs), part.targets, **part.arguments).sum()
+def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:
+    """Any bound as a function of hyperparameters, with the sites as they are."""
+    with fixed_sites():
+        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
 
 
 class _Halving:

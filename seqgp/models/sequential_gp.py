@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.models import SingleTaskGP
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
@@ -21,6 +21,7 @@ from botorch.models.utils.inducing_point_allocators import InducingPointAllocato
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
+from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
@@ -38,6 +39,8 @@ from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit
+from seqgp.models.loading import load_state
+from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.observations import Observations, check_not_held
@@ -97,13 +100,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             fixed noise if ``train_Yvar`` is given.
         covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
         mean_module: The mean; by default a constant.
+        outcome_transform: Applied to the targets. By default a `Standardize` if observations are
+            real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
+            `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
+            for nothing in any case. Its statistics are those of the training data and stay so.
+            The parameters of a likelihood are on the scale of transformed targets.
+        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
+            at construction.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
             or their largest number, if they are chosen among the inputs: fewer where others would
             add nothing, and more later if a stream asks for it. By default all inputs, up to a
             thousand of them, and beyond that a few hundred that are chosen greedily.
-        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
-            at construction.
-        outcome_transform: Applied to the targets; for real-valued likelihoods only.
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
@@ -111,7 +118,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             do, and fits choose them anew among the inputs as hyperparameters change, which is
             faster and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
-            ``batch_shape x n`` each (``{"total_count": ...}``).
+            ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
+            ``train_Y``.
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
@@ -141,6 +149,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
     fits_inducing_points: bool
+    #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
+    standardizes_by_default: bool
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
@@ -151,9 +161,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
         mean_module: Mean | None = None,
-        inducing_points: Tensor | int | None = None,
+        outcome_transform: OutcomeTransform | _DefaultType | None = DEFAULT,
         input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None,
+        *,
+        inducing_points: Tensor | int | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
@@ -188,8 +199,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.mean_module = parts.mean_module
         if input_transform is not None:
             self.input_transform = input_transform
-        if outcome_transform is not None:
-            self.outcome_transform = outcome_transform
+        if parts.outcome_transform is not None:
+            self.outcome_transform = parts.outcome_transform
+        self.standardizes_by_default = parts.standardizes_by_default
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
         self.fits_inducing_points = learn_inducing_points is True
@@ -281,7 +293,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         points = X if coefficients is None else X[..., 0, :]
-        check_input_shape(points, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_input_shape(points, self.num_inputs, "X")
         if points.dim() != 2:
             raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
@@ -302,10 +314,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "variances of Gaussian observations."
             )
         X, Y = X.detach().to(held.inputs.dtype), Y.detach().to(held.inputs.dtype)
+        noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
-                self.outcome_transform.eval()
-                Y, noise = self.outcome_transform(Y, noise, X=self.transform_train_inputs(X))
+                at = self.transform_train_inputs(X) if coefficients is None else points
+                Y, noise = transform_observations(
+                    self.outcome_transform, Y, noise, at, coefficients
+                )
             targets = self.to_targets(Y)
             if noise is not None:
                 arguments = {**arguments, "noise": self.to_targets(noise)}
@@ -334,6 +349,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return self.num_outputs if self.variational_strategy.num_latents is None else 1
 
     @property
+    def num_inputs(self) -> int:
+        """The number of columns of raw inputs of observations."""
+        return self.stream.observations.inputs.shape[-1]
+
+    @property
     def num_data(self) -> int:
         """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
         return len(self.stream.observations)
@@ -351,6 +371,32 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
+
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
+
+        A one-to-many transform makes several points of each, and may add inputs that are not the
+        user's to choose (`AppendFeatures`).
+        """
+        one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
+        check_points(X, None if one_to_many else self.num_inputs, "X")
+        X_tf = self.transform_inputs(X)
+        dim = self.variational_strategy.inducing_points.shape[-1]
+        if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
+            raise ValueError(
+                f"X: expected {dim} inputs after the input transform, got shape "
+                f"{tuple(X_tf.shape)} from {tuple(X.shape)}."
+            )
+        return X_tf
+
+    def _observed_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of observations, ``... x n x d``, as the strategy sees them in eval mode.
+
+        An observation has been made at one point: one-to-many transforms are for predictions.
+        """
+        X_tf = self.transform_inputs(X)
+        expected = torch.Size([X.shape[-2], self.variational_strategy.inducing_points.shape[-1]])
+        return X_tf if X_tf.shape[-2:] == expected else self.transform_train_inputs(X)
 
     def to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
@@ -457,21 +503,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_arguments(
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
-        if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
+        if output_indices and not self._means_all_outputs(output_indices, observation_noise):
             with renamed(idcs="output_indices"):
                 part = self.subset_output(output_indices)
+            noise = observation_noise
+            if isinstance(noise, Tensor) and noise.shape[-1] == self.num_outputs:
+                noise = noise[..., output_indices]
             return part.posterior(
                 X,
-                observation_noise=observation_noise,
+                observation_noise=noise,
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
-        if not self.has_output_dim:
+        if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        X = self.transform_inputs(X)
+        X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)
             noisy = observation_noise is not False
@@ -496,6 +544,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if posterior_transform is not None:
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
+
+    def _means_all_outputs(self, indices: list[int], noise: bool | Tensor) -> bool:
+        """Whether indices select all outputs.
+
+        With a tensor of noise variances, BoTorch's `ModelList` counts the outputs of all its models
+        together: the second of two models with one output gets ``[1]``.
+        """
+        indices = list(indices)
+        first = indices[0] if isinstance(noise, Tensor) and min(indices) > 0 else 0
+        return indices == list(range(first, first + self.num_outputs))
 
     def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
@@ -854,11 +912,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Returns:
             A tensor of the shape of the targets.
         """
-        check_inputs(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_inputs(X, self.num_inputs, "X")
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self.transform_inputs(X))
+        f = self.eval()(self._observed_at(X))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -876,6 +934,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f"targets: expected shape {' x '.join(map(str, shape))} (a row per output, if "
                 f"there are several), got {tuple(targets.shape)}."
             )
+
+    def log_target_scale(self) -> Tensor | None:
+        """``[m x] 1``, the log of how much larger observations are than stored targets.
+
+        ``None`` if that is the same, or depends on the observation.
+        """
+        if not hasattr(self, "outcome_transform"):
+            return None
+        inverse = affine(self.outcome_transform)
+        return None if inverse is None else self.to_targets(inverse.scale.log())
 
     def hyperparameter_values(self) -> dict[str, Tensor]:
         """Copies of all parameters that can be learnt, but for inducing points, by name."""
@@ -936,9 +1004,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
-        X_tf = self.transform_inputs(X)
+        X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
             Y, _ = self.outcome_transform(Y, X=X_tf)
@@ -993,7 +1061,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
@@ -1019,7 +1087,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        inputs = self.with_outputs(self.transform_inputs(inputs))
+        inputs = self.with_outputs(self._observed_at(inputs))
         return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
 
     # ---------------------------------------------------------------- housekeeping
@@ -1035,7 +1103,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return {**super().construct_inputs(training_data), **kwargs}
 
     def subset_output(self, idcs: list[int]) -> SequentialGP:
-        """A model of some of the outputs.
+        """A copy of the model, of some of the outputs.
 
         Args:
             idcs: Their indices.
@@ -1045,7 +1113,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if any(not 0 <= i < m for i in idcs) or not idcs:
             raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
         if idcs == list(range(m)):
-            return self
+            return copy.deepcopy(self)
         if not self.has_output_dim:
             raise ValueError("idcs: the latents of one likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
@@ -1055,47 +1123,39 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model._num_outputs = len(idcs)
         return model
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Load hyperparameters and posterior; a ``state_dict`` holds no data, and so no memory.
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        keep_transforms: bool = True,
+        assign: bool = False,
+    ) -> None:
+        """Load hyperparameters and transforms; the posterior is that of the data at hand.
 
-        To stop a stream and go on later, use `seqgp.save` and `seqgp.load`.
+        A ``state_dict`` holds no data, and so no memory: to stop a stream and go on later, use
+        `seqgp.save` and `seqgp.load`. Inducing points are loaded unless they are the inputs. A
+        state that does not fit raises an error and changes nothing. That of a `SingleTaskGP` with
+        the same modules fits.
 
         Args:
             state_dict: What ``state_dict()`` returned.
-            strict: Whether its keys have to be those of this model.
-            args: As for BoTorch's models (``keep_transforms``).
-            kwargs: The same.
+            strict: Whether its keys have to be those of this model, those of the variational
+                strategy excepted.
+            keep_transforms: Whether training targets are transformed anew, by the transform that
+                has been loaded, as in BoTorch's models.
+            assign: Whether to take on the precision and the device of the state.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> old, new = (SequentialGP(X[:n], torch.sin(6 * X[:n])) for n in (15, 20))
+            >>> old.covar_module.lengthscale = 0.3
+            >>> new.load_state_dict(old.state_dict())
+            >>> round(new.covar_module.lengthscale.item(), 6), new.num_data
+            (0.3, 20)
         """
-        strategy = self.variational_strategy
-        folded = state_dict.get("variational_strategy.summary_count")
-        if folded is not None and self.num_data:
-            own = strategy.summary_count
-            if folded.shape != own.shape or not torch.equal(folded.to(own), own):
-                warnings.warn(
-                    "The state is that of a stream, and this model holds other data than that "
-                    "stream did: an update would learn these again. To go on with a stream, use "
-                    "seqgp.save and seqgp.load.",
-                    stacklevel=2,
-                )
-        return super().load_state_dict(state_dict, strict, *args, **kwargs)
-
-    def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
-        # For `load_state_dict`, which transforms them anew.
-        noise = self.stream.observations.arguments.get("noise")
-        if noise is not None:
-            noise = self.to_columns(noise.expand_as(self.train_targets))
-        return self.to_columns(self.train_targets), noise
-
-    def _restore_targets_and_noise(self, Y: Tensor, Yvar: Tensor | None, strict: bool) -> None:
-        self.set_train_data(targets=self.to_targets(Y), strict=strict)
-        if Yvar is not None:
-            noise = self.to_targets(Yvar)
-            self.likelihood.noise_covar.noise = noise
-            held = self.stream.observations
-            changed = replace(held, arguments={**held.arguments, "noise": noise})
-            self.stream = replace(self.stream, observations=changed)
+        load_state(self, state_dict, strict, keep_transforms, assign)
 
     def _unshare(self) -> None:
         """Copies of what a fantasy shares with its parent, before they are converted."""
@@ -1115,6 +1175,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self._unshare()
         self.stream = self.stream.to(fn)
         return super()._apply(fn, *args, **kwargs)
+
+
+# What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
+SingleTaskGP.register(SequentialGP)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

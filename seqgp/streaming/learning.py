@@ -109,9 +109,9 @@ def stream_densities(model: StreamModel) -> Tensor:
 
     Returns:
         Densities, summed over outputs, times how many observations of the stream each stands for,
-        relative to the mean of that.
+        relative to the mean of that; missing ones are zero.
     """
-    density = leave_one_out(model, model.transformed(model.stream.observations))
+    density = leave_one_out(model, model.transformed(model.stream.observations)).nan_to_num(0.0)
     weights = model.stream.represents
     return density.reshape(-1, len(weights)).sum(0) * weights / weights.mean()
 
@@ -238,20 +238,14 @@ def learn_best(
         return _Candidate(name, draft, bound, stream_densities(draft))
 
     present, best = candidate("present", False, True), candidate("continued", True, True)
-    out = [present, best]
     if restart and model.stream.num_updates:
         restarted = candidate("restarted", True, False)
-        out.append(restarted)
         if is_better(restarted.densities, best.densities, 0.0):
             best = restarted
     if is_better(present.densities, best.densities, CERTAINTY):
         best = present
     adopt(model, best.model)
-    return (
-        steps,
-        best.bound,
-        best.name + " " + " ".join(f"{c.name}:{float(c.densities.mean()):.3f}" for c in out),
-    )
+    return steps, best.bound, best.name
 
 
 class _Candidate(NamedTuple):

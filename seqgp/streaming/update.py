@@ -44,6 +44,7 @@ from seqgp.streaming.rules import (
     stands_for,
     unseen_classes,
 )
+from seqgp.streaming.standardization import note_scale, restandardize
 from seqgp.streaming.state import StreamState
 from seqgp.validation import renamed
 
@@ -149,7 +150,7 @@ def update(
     decision = decide(model.stream, len(new), rule.learns_by_default(options.learn))
     draft = draft_of(model, decision.learn)
     parts = _learn(draft, new, rule, options, memory, decision)
-    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.mean()]).tolist()
+    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
     num_old, num_new = len(model.stream.observations), len(new)
     gained = int((parts.kept >= num_old).sum())
     adopt(model, draft)
@@ -198,6 +199,11 @@ def _learn(
     note_classes(model)
     data = model.transformed(model.stream.observations)
     density = _density(model, data, num_new)
+    if model.standardizes_by_default:
+        note_scale(model, new)
+        if decision.learn:
+            restandardize(model)
+            data = model.transformed(model.stream.observations)
     inducing = _inducing_rule(model, rule, options)
 
     def place(draft: StreamModel, generously: bool) -> None:
@@ -254,13 +260,15 @@ def _weighed(
 
 @torch.no_grad()
 def _density(model: StreamModel, data: Observations, num_new: int) -> Tensor:
-    """Log predictive density of the new observations, the last of all."""
+    """Log predictive density of the new observations, the last of all, on the scale of Y."""
     mean, variance = model.variational_strategy.marginals(data)
     new = slice(len(data) - num_new, len(data))
     mean, variance, part = mean[..., new], variance[..., new], data.select(new)
     if model.variational_strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
-    return log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)
+    density = log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)
+    scale = model.log_target_scale()
+    return density if scale is None else density - scale
 
 
 def _inducing_rule(
@@ -440,7 +448,8 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
     same = torch.stack(rows) if rows else none
     if held.coefficients is not None and known.coefficients is not None and rows:
         same = same & (held.coefficients == known.coefficients.unsqueeze(-2)).all(-1)
-    equal = held.targets.unsqueeze(-2) == known.targets.unsqueeze(-1).to(held.targets)
+    theirs = known.targets.unsqueeze(-1).to(held.targets)
+    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
     same = same & (equal if equal.dim() == 2 else equal.all(0))
     taken: set[int] = set()
     result: list[int | None] = []

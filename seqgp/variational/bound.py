@@ -140,7 +140,7 @@ def maximised_bound(
                 K_ZS = K_ZS + nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
         block, constant = _past_block(past, K_ZS, K_SS, mean_S, summary_noise(likelihood))
         if stands_for is not None:
-            residual = _residual(setting, stands_for, x, c, A, variance, K_SS, cross)
+            residual = _residual(setting, stands_for, x, c, shared, variance, K_SS, cross)
             noise = summary_noise(likelihood)
             residual = residual if noise is None else residual / noise.squeeze(-1)
             constant = constant - 0.5 * residual
@@ -301,7 +301,7 @@ def _residual(
     stands_for: Tensor,
     x: Tensor,
     c: Tensor | None,
-    A: Tensor,
+    shared: bool,
     variance: Tensor,
     K_SS: Tensor,
     cross: Tensor,
@@ -321,7 +321,7 @@ def _residual(
         chol = scaled_cholesky(K_SS, setting.jitter)
         J = 1 if c is None else c.shape[-1]
         own = None if c is None else c[..., :count, :]
-        shared = K_SS.shape[:-2].numel() == 1
+        shared = shared and K_SS.shape[:-2].numel() == 1
         block = joint_prior(
             setting.forward, past.points, x[..., : count * J, :], shared, coefficients=own
         ).cross

@@ -29,7 +29,14 @@ from seqgp import (
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.rules import stands_for
 from seqgp.streaming.update import UpdateRecord
-from tests.helpers import make_kernel, make_mean, unscaled
+from tests.helpers import (
+    assert_close,
+    latent,
+    make_inputs,
+    make_kernel,
+    make_mean,
+    unscaled,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -80,7 +87,7 @@ def make_model(name: str, X: Tensor, Y: Tensor, Z: Tensor, **kwargs: Any) -> Seq
         mean_module=make_mean(),
         inducing_points=Z,
         likelihood_arguments=arguments,
-        **kwargs,
+        **{"outcome_transform": None, **kwargs},
     )
 
 
@@ -623,7 +630,7 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
     """Though the first batch had no use for as many."""
     X = torch.linspace(0, 8, 400).unsqueeze(-1)
     Y = torch.sin(2 * X)
-    model = SequentialGP(X[:50], Y[:50], inducing_points=40)
+    model = SequentialGP(X[:50], Y[:50], inducing_points=40, outcome_transform=None)
     first = model.variational_strategy.inducing_points.shape[-2]
     assert first < 20
     for x, y in zip(X[50:].split(50), Y[50:].split(50), strict=True):
@@ -675,3 +682,43 @@ def test_a_stream_with_arguments_of_its_own() -> None:
     assert model.train_inputs[0].dtype == torch.float64
     model.forget(X[:4].float(), Y[:4], total_count=totals[:4])
     assert model.num_seen == 26
+
+
+def test_outputs_that_share_a_kernel_but_not_a_mean() -> None:
+    X = make_inputs(20, 2)
+    Y = torch.stack([latent(X + 0.3 * k) for k in range(2)], -1)
+    mean = gpytorch.means.ConstantMean(batch_shape=torch.Size([2]))
+    mean.initialize(constant=torch.tensor([0.1, 0.4]))
+    noise = GaussianLikelihood(batch_shape=torch.Size([2])).initialize(noise=0.1)
+    joint = SequentialGP(
+        X[:8], Y[:8], None, noise, make_kernel(), mean, outcome_transform=None, inducing_points=6
+    )
+    options = {"memory": MemoryOptions(capacity=4, policy="recent"), "learn": False}
+    for i in (8, 12, 16):
+        joint.update(X[i : i + 4], Y[i : i + 4], inducing="adapt", max_inducing=6, **options)
+    joint.variational_strategy.start_from(X[10:16])  # the summary stays where it was made
+
+    def bound(model: SequentialGP) -> Tensor:
+        held = model.transformed(model.stream.observations)
+        return model.bound(stands_for=stands_for(model, held))[0]
+
+    assert_close(bound(joint), torch.cat([bound(joint.subset_output([k])) for k in range(2)]))
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_column_major_data(outputs: int) -> None:
+    """As a data frame's ``to_numpy()`` has them, or a stack of columns that is transposed."""
+    X = make_inputs(20, 2)
+    Y = torch.stack([latent(X + 0.3 * k) for k in range(outputs)], -1)
+    models = []
+    for columns in (False, True):
+        x, y = (each.T.contiguous().T if columns else each for each in (X, Y))
+        assert x.is_contiguous() != columns
+        model = SequentialGP(x[:8], y[:8], covar_module=make_kernel(), outcome_transform=None)
+        stream = [(x[8:14], y[8:14]), (x[14:], y[14:])]
+        model.update_stream(stream, memory=4, max_inducing=6, steps=2, progress=False)
+        model.forget(x[:1], y[:1])
+        models.append(model)
+    test = make_inputs(5, 2)
+    assert_close(*(model.posterior(test).mean for model in models))
+    assert_close(*(model.posterior(test).variance for model in models))

@@ -114,9 +114,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
-        learn_inducing_points: Whether fits and updates move them by gradient. By default updates
-            do, and fits choose them anew among the inputs as hyperparameters change, which is
-            faster and as accurate.
+        learn_inducing_points: ``True`` if fits and updates move them by gradient, ``False`` if they
+            stay where they are. By default they are chosen anew among the inputs as hyperparameters
+            change, which is faster than gradients and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
             ``train_Y``.
@@ -744,26 +744,32 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 ``coefficients=``, ``n' x J x d``.
             Y: ``n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
-                model's ``memory_options``, 500 by leverage.
+                model's ``memory_options``, a uniform sample of 1,000 of all that there have been.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
-            learn: Whether to learn hyperparameters; without, the update only conditions.
+            learn: Whether to learn hyperparameters at this update. By default (``None``) when the
+                data have grown by a fifth since it was last done: often at first, ever more rarely
+                later. What was learnt is kept unless it predicts the observations at hand worse,
+                each left out in turn; the record says what was decided. With ``False``, the update
+                only conditions, and inducing points stay.
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
                 their tied duals, with the rest of the paper's rule (`seqgp.streaming.PaperRule`),
                 of which ``optimizer`` is part. A stream is learnt in one mode.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
-            tol: L-BFGS stops when a step raises the bound by less than this, in nats.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats; by default
+                5e-5 for each observation.
             learning_rate: Adam's learning rate.
-            inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
-                them, ``"learn"`` moves them by gradient along with the hyperparameters, ``"both"``
-                does both, ``"cluster"`` makes them the centres of clusters of all inputs so far
-                (for inputs of many dimensions, where each is far from all others), ``"fixed"``
-                leaves them alone; or an `InducingPointRule` of your own. By default ``"fixed"`` if
-                nothing is learnt or the model was built with ``learn_inducing_points=False``, else
-                ``"both"``.
+            inducing: ``"adapt"`` has as many inducing points as the data need, so that they cost
+                the bound less than .005 nats an observation, and exchanges them when there is no
+                room for more. ``"learn"`` moves them by gradient along with the hyperparameters,
+                ``"both"`` does both. ``"cluster"`` makes them the centres of clusters of all inputs
+                so far (for inputs of many dimensions, where each is far from all others).
+                ``"fixed"`` leaves them alone. Or an `InducingPointRule` of your own. By default
+                ``"fixed"`` with ``learn=False`` or if the model was built with
+                ``learn_inducing_points=False``, ``"both"`` if with ``True``, else ``"adapt"``.
             max_inducing: Their largest number if they are adapted; by default what the model was
-                built with, or would have been had there been enough inputs.
+                built with, or 300.
             discount: Factor for what the summary held before, for streams that drift.
             site_steps: The largest number of passes over the data that each convergence of the
                 sites may take. By default as many as it takes, up to 100; thousands of observations

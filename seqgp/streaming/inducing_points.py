@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from botorch.models.utils.inducing_point_allocators import (
@@ -57,9 +57,11 @@ class InducingPointRule(ABC):
 
     Attributes:
         moves: Whether they are also moved by gradient, along with the hyperparameters.
+        follows_kernel: Whether they are chosen again once hyperparameters have been learnt.
     """
 
     moves: bool = False
+    follows_kernel: ClassVar[bool] = False
 
     def generous(self) -> InducingPointRule:
         """The rule while hyperparameters are learnt, of which some may need more of them."""
@@ -103,6 +105,7 @@ class Exchange(InducingPointRule):
     moves: bool = False
     tol: float = 0.005
     gain: float = 2.0
+    follows_kernel: ClassVar[bool] = True
 
     def generous(self) -> InducingPointRule:
         """As many as there may be."""

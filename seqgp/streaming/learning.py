@@ -33,8 +33,9 @@ from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_
 GROWTH = 1.2
 #: Start from scratch, too, when it has grown by this factor since that was done last.
 RESTART_GROWTH = 2.0
-TOL = 5e-5
-#: By how many standard errors learning has to make predictions worse to be undone.
+#: L-BFGS stops when an iteration gains less than this, in nats for each observation.
+TOLERANCE = 5e-5
+#: How many standard errors make a difference between leave-one-out densities count.
 CERTAINTY = 2.0
 
 
@@ -80,9 +81,10 @@ def decide(stream: StreamState, num_new: int, learn: bool | None) -> Decision:
 def leave_one_out(model: StreamModel, data: Observations) -> Tensor:
     r"""``n`` log predictive densities of observations at hand, each given all others.
 
-    Without its own site :math:`(\lambda_i, \beta_i)`, the posterior at an observation with centred
-    mean :math:`g_i` and variance :math:`v_i` has precision :math:`1 / v_i - \beta_i` and natural
-    mean :math:`g_i / v_i - \lambda_i`.
+    An observation's site :math:`(\lambda_i, \beta_i)` is one on what the inducing points know of
+    :math:`h_i`, of which the posterior mean is :math:`g_i` (centred) and the variance :math:`s_i`.
+    Without the site its precision is :math:`1 / s_i - \beta_i` and its natural mean :math:`g_i /
+    s_i - \lambda_i`. What the inducing points leave unexplained is added to the variance.
 
     Args:
         model: A model that has learnt the observations.
@@ -92,10 +94,11 @@ def leave_one_out(model: StreamModel, data: Observations) -> Tensor:
     sites, variance = strategy.sites(data, likelihood=model.likelihood)
     mean, _ = strategy.marginals(data)
     state = strategy.state()
-    prior_mean = strategy.whitened(state.chol, state.shared, data).prior_mean
-    share = (1 - sites.beta * variance).clamp_min(1e-6)  # of the variance's inverse that is left
-    centred = (mean - prior_mean - variance * sites.lam) / share
-    mean, variance = prior_mean + centred, variance / share
+    _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
+    known = (variance - unexplained).clamp_min(0)
+    share = (1 - sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
+    mean = prior_mean + (mean - prior_mean - known * sites.lam) / share
+    variance = unexplained + known / share
     if strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
     return log_predictive(model.likelihood, data.targets, mean, variance, **data.arguments)
@@ -112,21 +115,23 @@ def stream_densities(model: StreamModel) -> Tensor:
         relative to the mean of that; missing ones are zero.
     """
     density = leave_one_out(model, model.transformed(model.stream.observations)).nan_to_num(0.0)
+    density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
     weights = model.stream.represents
-    return density.reshape(-1, len(weights)).sum(0) * weights / weights.mean()
+    return density * weights / weights.mean()
 
 
-def is_better(densities: Tensor, others: Tensor, certainty: float) -> bool:
-    """Whether the mean of densities is larger, by some standard errors of the difference.
+def is_better(densities: Tensor, others: Tensor) -> bool:
+    """Whether the mean of densities is larger, beyond what chance explains.
 
     Args:
         densities: ``n`` densities.
         others: ``n`` densities of the same observations.
-        certainty: How many standard errors.
     """
+    if len(densities) < 2:
+        return False
     difference = densities - others
-    error = difference.std(correction=0) / len(difference) ** 0.5
-    return bool(difference.mean() > certainty * error)
+    error = difference.std() / len(difference) ** 0.5
+    return bool(difference.mean() > CERTAINTY * error)
 
 
 def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:
@@ -194,7 +199,7 @@ def maximise(
     else:
         tolerance = options.tol
         if tolerance is None:
-            tolerance = max(0.01, TOL * model.stream.represents.sum().item())
+            tolerance = max(0.01, TOLERANCE * model.stream.represents.sum().item())
         lbfgs(loss, parameters, bounds, steps, tolerance)
     model.train(training)
     return taken
@@ -240,9 +245,9 @@ def learn_best(
     present, best = candidate("present", False, True), candidate("continued", True, True)
     if restart and model.stream.num_updates:
         restarted = candidate("restarted", True, False)
-        if is_better(restarted.densities, best.densities, 0.0):
+        if is_better(restarted.densities, best.densities):
             best = restarted
-    if is_better(present.densities, best.densities, CERTAINTY):
+    if is_better(present.densities, best.densities):
         best = present
     adopt(model, best.model)
     return steps, best.bound, best.name

@@ -115,15 +115,16 @@ def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
         probability: ``n`` probabilities that add up to a whole number.
         generator: On the CPU.
     """
-    order = torch.randperm(len(probability), generator=generator)
-    start = torch.rand((), dtype=torch.float64, generator=generator)
-    upper = probability.double().cpu()[order].cumsum(0)
+    host = torch.device("cpu")
+    order = torch.randperm(len(probability), generator=generator, device=host)
+    start = torch.rand((), dtype=torch.float64, generator=generator, device=host)
+    upper = probability.detach().to(host, torch.float64)[order].cumsum(0)
     total = round(float(upper[-1])) if len(upper) else 0
     if len(upper):
         upper[-1] = total  # but for rounding
     # An observation is kept if one of the points start, start + 1, ... lies in its interval.
     ticks = (upper - start).ceil().clamp(0, total)
-    kept = ticks.diff(prepend=torch.zeros(1, dtype=torch.float64)) > 0
+    kept = ticks.diff(prepend=torch.zeros_like(ticks[:1])) > 0
     return order[kept].sort().values
 
 
@@ -180,7 +181,7 @@ def _ask(
         probability = inclusion(sizes, size)
         return Choice(draw(probability, generator), probability)
     if not size:
-        return Choice(torch.arange(0), torch.ones_like(leverage))
+        return Choice(torch.arange(0, device=leverage.device), torch.ones_like(leverage))
     chosen = policy.choose(leverage, size, generator)
     alike = torch.full_like(leverage, min(size / max(len(leverage), 1), 1.0))
     if not policy.is_checked:
@@ -374,11 +375,11 @@ class MemoryOptions:
         if self.per_update is not None and num_new > self.per_update:
             old = n - num_new
             new, own = _ask(policy, scores[old:], sizes[old:], self.per_update, generator)
-            chance[old:] = own
+            chance[old:] = own.to(chance)
             kept = torch.cat([kept[:old], old + new])
         if self.capacity is not None and len(kept) > self.capacity:
             left = sizes[kept] / chance[kept]
             again, own = _ask(policy, scores[kept], left, int(self.capacity), generator)
-            chance[kept] = chance[kept] * own
+            chance[kept] = chance[kept] * own.to(chance)
             kept = kept[again]
         return Choice(kept.to(device), chance.to(leverage))

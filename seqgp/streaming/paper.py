@@ -63,6 +63,7 @@ class PaperRule(UpdateRule):
     """
 
     name = "paper"
+    follows_scale = False
 
     def __init__(self, removes_memory: bool = True) -> None:
         self.removes_memory = removes_memory
@@ -81,9 +82,9 @@ class PaperRule(UpdateRule):
         """At every update."""
         return True if learn is None else learn
 
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
         """Moved by gradient if hyperparameters are learnt."""
-        return Keep(moves=learns and moves)
+        return Keep(moves=may_change)
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan

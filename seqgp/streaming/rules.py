@@ -68,6 +68,8 @@ class UpdateRule(ABC):
 
     #: The short name, which a stream remembers: it is learnt by one rule.
     name: str
+    #: Whether the default standardisation of the targets follows the stream.
+    follows_scale = True
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
         """Raise if the rule does not know some of the options.
@@ -92,12 +94,12 @@ class UpdateRule(ABC):
         return learn
 
     @abstractmethod
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
         """What becomes of the inducing points if the user does not say.
 
         Args:
-            learns: Whether hyperparameters are learnt.
-            moves: Whether the inducing points are a parameter.
+            may_change: Whether they may be others.
+            moves: Whether the user wants them to be moved by gradient.
         """
 
     @abstractmethod
@@ -144,9 +146,9 @@ class PseudoLikelihood(UpdateRule):
     def __init__(self, bounds_new_classes: bool = True) -> None:
         self.bounds_new_classes = bounds_new_classes
 
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
         """As many as the data need, unless nothing is to change but the posterior."""
-        return Exchange(moves=moves) if learns else Keep()
+        return Exchange(moves=moves) if may_change else Keep()
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan

@@ -9,6 +9,7 @@ is a function of :math:`f' = a f + b` as well as of :math:`f`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from botorch.models.transforms.outcome import Standardize
@@ -18,7 +19,14 @@ from torch import Tensor
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.observations import Observations
 from seqgp.streaming.model import StreamModel
-from seqgp.streaming.state import Moments
+
+
+class Moments(NamedTuple):
+    """The number, the mean and the sum of squared deviations of some numbers, ``[m]`` each."""
+
+    number: Tensor
+    mean: Tensor
+    square: Tensor
 
 
 @torch.no_grad()
@@ -30,12 +38,14 @@ def note_scale(model: StreamModel, new: Observations) -> None:
         new: The new observations, as the model stores them.
     """
     mean, scale = _statistics(model)
-    known = model.stream.moments
-    if known is None:
+    if model.stream.moments is None:
         old = model.stream.observations.targets
         known = _moments(old[..., : old.shape[-1] - len(new)], mean, scale)
+    else:
+        known = Moments(*model.stream.moments)
     fresh = _moments(new.targets, mean, scale)
-    model.stream = replace(model.stream, moments=_together(known, fresh))
+    moments = torch.stack(list(_together(known, fresh)))
+    model.stream = replace(model.stream, moments=moments)
 
 
 @torch.no_grad()
@@ -45,9 +55,10 @@ def restandardize(model: StreamModel) -> None:
     Args:
         model: The model, all of whose modules are its own.
     """
-    transform, moments = model.outcome_transform, model.stream.moments
+    transform = model.outcome_transform
     assert isinstance(transform, Standardize)
-    assert moments is not None
+    assert model.stream.moments is not None
+    moments = Moments(*model.stream.moments)
     old_mean, old_scale = _statistics(model)
     scale = (moments.square / (moments.number - 1).clamp_min(1)).sqrt()
     usable = (moments.number > 1) & (scale > 1e-8)  # as Standardize has it

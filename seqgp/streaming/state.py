@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqgp.observations import Observations
-
-
-class Moments(NamedTuple):
-    """The number, the mean and the sum of squared deviations of some numbers, ``[m]`` each."""
-
-    number: Tensor
-    mean: Tensor
-    square: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,8 @@ class StreamState:
         replay: For how much of what has been folded the memory stands, see `MemoryOptions`.
         learned_at: How many observations had been seen when hyperparameters were learnt last.
         initial: The hyperparameters that the stream began with, by name.
-        moments: Of all targets so far, as they were observed; ``None`` if nobody needs them.
+        moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
+            so far, as they were observed; ``None`` if nobody needs them.
         restarted_at: How many had been when learning last started from scratch as well.
     """
 
@@ -51,7 +43,7 @@ class StreamState:
     learned_at: int = 0
     restarted_at: int = 0
     initial: dict[str, Tensor] = field(default_factory=dict)
-    moments: Moments | None = None
+    moments: Tensor | None = None
 
     @classmethod
     def begin(cls, observations: Observations) -> StreamState:
@@ -86,7 +78,7 @@ class StreamState:
             observations=self.observations.to(convert),
             represents=convert(self.represents),
             importance=convert(self.importance),
-            moments=None if self.moments is None else Moments(*map(convert, self.moments)),
+            moments=None if self.moments is None else convert(self.moments),
             initial={name: convert(value) for name, value in self.initial.items()},
         )
 

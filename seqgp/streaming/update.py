@@ -199,7 +199,7 @@ def _learn(
     note_classes(model)
     data = model.transformed(model.stream.observations)
     density = _density(model, data, num_new)
-    if model.standardizes_by_default:
+    if model.standardizes_by_default and rule.follows_scale:
         note_scale(model, new)
         if decision.learn:
             restandardize(model)
@@ -207,11 +207,13 @@ def _learn(
     inducing = _inducing_rule(model, rule, options)
 
     def place(draft: StreamModel, generously: bool) -> None:
-        anew = not draft.variational_strategy.has_summary
-        own = inducing.generous() if generously and anew else inducing
-        _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
+        if inducing.follows_kernel:
+            # What is only known at the present points is not to be spread over more.
+            anew = not draft.variational_strategy.has_summary
+            own = inducing.generous() if generously and anew else inducing
+            _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    place(model, False)
+    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)
     learned = rule.learn(
         model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
     )
@@ -276,8 +278,10 @@ def _inducing_rule(
 ) -> InducingPointRule:
     if options.inducing is not None:
         return inducing_point_rule(options.inducing)
-    moves = model.fits_inducing_points
-    return rule.default_inducing(options.learn is not False, moves)
+    may_change = isinstance(model.variational_strategy.inducing_points, torch.nn.Parameter)
+    return rule.default_inducing(
+        options.learn is not False and may_change, model.fits_inducing_points
+    )
 
 
 def _choose_inducing_points(

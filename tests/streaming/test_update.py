@@ -647,7 +647,7 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
         ({"tol": float("nan")}, ValueError, "tol: expected at least zero"),
         ({"steps": -1}, ValueError, "steps: expected at least zero"),
         ({"steps": 1.5}, TypeError, "steps: expected a whole number"),
-        ({"learn": "no"}, TypeError, "learn: expected True or False"),
+        ({"learn": "no"}, TypeError, "learn: expected True, False or None"),
         ({"max_inducing": 0}, ValueError, "max_inducing: expected at least one"),
         ({"memory": True}, TypeError, "memory: expected MemoryOptions .* got True"),
         ({"memory": 0.1}, TypeError, r"a share of what has been seen is MemoryOptions\(0.1\)"),

@@ -422,8 +422,9 @@ class _History:
         gram: Any = 0.0
         product: Any = 0.0
         dims = self.batch_dims
+        sizes = _sizes(target, dims)
         for i, (s, t) in enumerate(zip(state, target, strict=True)):
-            scale = _size(t, dims).unsqueeze(-1)
+            scale = sizes[i].unsqueeze(-1)
             changes = torch.stack([r[i].flatten(dims) for _, r, _ in self.steps], -2)
             changes = changes / scale.unsqueeze(-1)
             gram = gram + changes @ changes.mT
@@ -458,22 +459,34 @@ def _size(tensor: Tensor, batch_dims: int) -> Tensor:
     return size.clamp_min(torch.finfo(tensor.dtype).tiny)
 
 
+def _sizes(pair: Pair, batch_dims: int) -> tuple[Tensor, Tensor]:
+    """What a change of each of the pair is compared with, for each member of the batch.
+
+    The largest element, or for natural means the root of the largest precision if that is more:
+    natural means may cancel, as those of as many ones as zeros at the same input do.
+    """
+    lam, precision = pair
+    size = _size(precision, batch_dims)
+    return torch.maximum(_size(lam, batch_dims), size.sqrt()), size
+
+
 def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
-    """Largest change of any element relative to the largest element, per member of the batch."""
+    """Largest change of any element relative to its `_sizes`, per member of the batch."""
     residual = torch.zeros_like(bound)
-    for s, t in zip(state, target, strict=True):
+    for s, t, size in zip(state, target, _sizes(target, bound.dim()), strict=True):
         if t.numel():
             change = (t - s).abs().amax(tuple(range(bound.dim(), t.dim())))
-            residual = torch.maximum(residual, change / _size(t, bound.dim()))
+            residual = torch.maximum(residual, change / size)
     return residual.nan_to_num(nan=torch.inf)
 
 
 def _secant(state: Pair, target: Pair, trial: Pair, trial_target: Pair, rhos: Tensor) -> Tensor:
     """The step size that the residuals before and after a step suggest; at least a quarter."""
     square, product = torch.zeros_like(rhos), torch.zeros_like(rhos)
-    for s, t, new_s, new_t in zip(state, target, trial, trial_target, strict=True):
+    sizes = _sizes(target, rhos.dim())
+    for s, t, new_s, new_t, size in zip(state, target, trial, trial_target, sizes, strict=True):
         dims = tuple(range(rhos.dim(), t.dim()))
-        scale = align(_size(t, rhos.dim()), t)
+        scale = align(size, t)
         before, after = (t - s) / scale, (new_t - new_s) / scale
         square = square + before.square().sum(dims)
         product = product + (before * (before - after)).sum(dims)

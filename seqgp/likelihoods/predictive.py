@@ -45,6 +45,8 @@ def log_predictive(
     Returns:
         A ``... x n`` tensor.
     """
+    if targets.numel() == 0:  # not all distributions support this
+        return torch.zeros_like(targets, dtype=mean.dtype)
     nodes, log_weights = latent_nodes(mean, not has_one_latent(likelihood))
     samples = mean + variance.sqrt() * nodes
     log_prob = conditional_log_prob(likelihood, targets, samples, **kwargs)

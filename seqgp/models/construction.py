@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 def assemble(
     train_X: Tensor,
-    train_Y: Tensor,
+    train_Y: Tensor | None,
     train_Yvar: Tensor | None,
     likelihood: Likelihood | None,
     covar_module: Kernel | None,
@@ -89,13 +89,17 @@ def assemble(
     allocator: InducingPointAllocator | None,
     likelihood_arguments: Mapping[str, Any] | None,
     coefficients: Tensor | None,
+    num_outputs: int | None,
 ) -> Parts:
     """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
-    points = train_X
+    observed_X, points = train_X, train_X
     if coefficients is not None:
         check_coefficients(coefficients, train_X, "train_X")
         points = train_X[..., 0, :]
     check_inputs(points, name="train_X")
+    if train_Y is None:  # nothing has been observed yet
+        observed_X = points = train_X[..., :0, :]
+        train_Y = _no_observations(points, likelihood, coefficients, num_outputs)
     check_Y(points, train_Y, "train_X", "train_Y")
     for name, part, kind in (
         ("likelihood", likelihood, Likelihood),
@@ -109,7 +113,7 @@ def assemble(
     check_instance(outcomes, OutcomeTransform, "outcome_transform")
     if train_Yvar is not None:
         _check_noise(train_Y, train_Yvar, likelihood)
-    train_X, train_Y = train_X.detach(), train_Y.detach()
+    train_X, observed_X, train_Y = train_X.detach(), observed_X.detach(), train_Y.detach()
     train_Yvar = None if train_Yvar is None else train_Yvar.detach()
     if not train_Y.is_floating_point():
         train_Y = train_Y.to(train_X)
@@ -123,7 +127,7 @@ def assemble(
         if input_transform is not None:
             input_transform.to(train_X).train()
             X = input_transform(flat)
-        at = X if coefficients is None else points
+        at = X[..., : points.shape[-2], :] if coefficients is None else points
         if is_default:
             outcomes = default_transform(train_Y, likelihood, coefficients is not None)
         elif outcomes is not None:
@@ -146,12 +150,17 @@ def assemble(
     if noise is not None:
         arguments["noise"] = noise
     latents = _num_latents(likelihood, train_Y)
+    if num_outputs not in (None, latents or m):
+        raise ValueError(
+            f"num_outputs: expected {latents or m}, one for each column of train_Y or each latent "
+            f"function of the likelihood, got {num_outputs}; leave it out."
+        )
     # Modules are shared by the latents: batches have a dimension of size 1 for these.
     module_shape = aug_batch_shape
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
     observations = _observations(
-        train_X,
+        observed_X,
         Y,
         likelihood,
         arguments,
@@ -161,7 +170,8 @@ def assemble(
         m > 1,
     )
     if covar_module is None:
-        if has_closed_form(likelihood) and coefficients is None:  # which no missing target is
+        # Neither missing targets nor functionals say anything about the scale of the function.
+        if has_closed_form(likelihood) and coefficients is None and len(observations):
             validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
@@ -193,8 +203,26 @@ def assemble(
     )
 
 
+def _no_observations(
+    points: Tensor,
+    likelihood: Likelihood | None,
+    coefficients: Tensor | None,
+    num_outputs: int | None,
+) -> Tensor:
+    """``... x 0 x m`` targets of a model that is built before anything has been observed."""
+    if coefficients is not None:
+        raise ValueError("train_Y: expected observations of the functionals, got None.")
+    one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
+    return points.new_zeros(*points.shape[:-1], 1 if one else num_outputs or 1)
+
+
 def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:
     """Raise unless noise variances fit targets and likelihood."""
+    if isinstance(train_Yvar, Likelihood):  # the third argument of SingleTaskVariationalGP
+        raise TypeError(
+            f"train_Yvar: expected noise variances, got a {type(train_Yvar).__name__}; pass it as "
+            "likelihood=."
+        )
     check_instance(train_Yvar, Tensor, "train_Yvar")
     if train_Yvar.shape != train_Y.shape:
         raise ValueError(

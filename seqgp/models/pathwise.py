@@ -82,23 +82,33 @@ def _gaussian_update(
     strategy: DualVariationalStrategy,
     *,
     sample_values: Tensor,
+    target_values: Tensor | None = None,
     input_transform: InputTransform | None = None,
-    **ignore: Any,
 ) -> GeneralizedLinearPath:
-    """Matheron's rule, for values of the prior at the support points, ``... x s``."""
+    """Matheron's rule.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        sample_values: ``... x s`` values of the prior at the support points.
+        target_values: ``... x s`` values of the posterior there; by default they are drawn.
+        input_transform: The model's.
+    """
     points = _support_points(strategy)
     batch_shape = _posterior_batch_shape(strategy)
     shape = sample_values.shape[: sample_values.dim() - 1 - len(batch_shape)]
+    chol = strategy.chol
     if strategy.is_conditioned:
         chol = scaled_cholesky(to_dense(model.covar_module(points)), strategy.jitter_val)
-        if strategy.num_latents is None:
-            values = strategy(points).rsample(shape)
-        else:
-            values = strategy(points.squeeze(-3)).rsample(shape).mT
-    else:
+    if target_values is not None:
+        values = target_values
+    elif not strategy.is_conditioned:
         v = strategy.variational_distribution.rsample(shape)
-        chol = strategy.chol
         values = model.mean_module(points) + (chol @ v.unsqueeze(-1)).squeeze(-1)
+    elif strategy.num_latents is None:
+        values = strategy(points).rsample(shape)
+    else:
+        values = strategy(points.squeeze(-3)).rsample(shape).mT
     weight = torch.cholesky_solve((values - sample_values).unsqueeze(-1), chol).squeeze(-1)
     features = KernelEvaluationMap(model.covar_module, points, input_transform=input_transform)
     return GeneralizedLinearPath(feature_map=features, weight=weight)

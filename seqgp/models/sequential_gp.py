@@ -94,7 +94,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     Args:
         train_X: ``batch_shape x n x d`` inputs.
-        train_Y: ``batch_shape x n x m`` targets.
+        train_Y: ``batch_shape x n x m`` targets. Without, nothing has been observed: inducing
+            points are chosen among ``train_X``, and the posterior is the prior until the first
+            `update`.
         train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
         likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
             fixed noise if ``train_Yvar`` is given.
@@ -123,6 +125,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
+        num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
 
     Example:
         >>> import torch
@@ -156,7 +159,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def __init__(
         self,
         train_X: Tensor,
-        train_Y: Tensor,
+        train_Y: Tensor | None = None,
         train_Yvar: Tensor | None = None,
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
@@ -169,6 +172,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> None:
         parts = assemble(
             train_X,
@@ -183,6 +187,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             inducing_point_allocator,
             likelihood_arguments,
             coefficients,
+            num_outputs,
         )
         self.has_output_dim = parts.has_output_dim
         super().__init__(
@@ -281,21 +286,21 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """New observations as the model stores them; raises if anything is wrong with them.
 
         Args:
-            X: ``n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the arguments.
-            Y: ``n x m`` observations.
+            X: ``batch_shape x n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the
+                arguments.
+            Y: ``batch_shape x n x m`` observations.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if self.batch_shape:
-            raise RuntimeError("A batch of models cannot be updated, only a single one.")
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
         points = X if coefficients is None else X[..., 0, :]
         check_input_shape(points, self.num_inputs, "X")
-        if points.dim() != 2:
-            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        if points.shape[:-2] != self.batch_shape:
+            shape = " x ".join(map(str, [*self.batch_shape, "n", self.num_inputs]))
+            raise ValueError(f"X: expected shape {shape}, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
         if noise is not None:
             check_tensor(noise, "noise")
@@ -303,8 +308,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
-        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=len(X) > 0)
-        if len(X):
+        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=Y.shape[-2] > 0)
+        if Y.shape[-2]:
             check_not_held(self.likelihood, arguments)
         arguments = self._per_point(arguments, Y.shape)
         held = self.stream.observations
@@ -342,6 +347,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
         shape = self.variational_strategy.batch_shape
         return shape[:-1] if self.has_output_dim else shape
+
+    @property
+    def _input_batch_shape(self) -> torch.Size:
+        # BoTorch's name for it.
+        return self.batch_shape
+
+    @property
+    def _aug_batch_shape(self) -> torch.Size:
+        # BoTorch's name for the batch shape with the outputs, if there are several.
+        return self.variational_strategy.batch_shape
+
+    get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
 
     @property
     def num_columns(self) -> int:
@@ -573,6 +590,39 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- learning
 
+    @property
+    def model(self) -> SequentialGP:
+        """The model itself: `SingleTaskVariationalGP` is a wrapper, and has a GP of this name."""
+        return self
+
+    def init_inducing_points(self, inputs: Tensor) -> Tensor:
+        """Choose the inducing points anew, as many as there are, for the present kernel.
+
+        The posterior is then that of the data that the model holds. `SingleTaskVariationalGP` has
+        this method; fits and updates of this model choose inducing points by themselves.
+
+        Args:
+            inputs: ``batch_shape x n x d`` transformed inputs to choose them among.
+
+        Returns:
+            ``batch_shape x k x d`` inducing points.
+        """
+        self.check_not_fantasy()
+        strategy = self.variational_strategy
+        d = strategy.inducing_points.shape[-1]
+        check_inputs(inputs, d, "inputs")
+        with torch.no_grad():
+            Z = choose_inducing_points(
+                inputs.to(strategy.inducing_points),
+                strategy.inducing_points.shape[-2],
+                self.covar_module,
+                self.inducing_point_allocator,
+            )
+        own = strategy.inducing_points.shape[:-2]
+        strategy.set_inducing_points(Z.reshape(*own, *Z.shape[-2:]) if own else Z)
+        self.refresh()
+        return Z
+
     @torch.no_grad()
     def choose_inducing_points(self, number: int) -> Tensor:
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
@@ -740,9 +790,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         becomes the model at the end. If anything goes wrong, the model is left as it was.
 
         Args:
-            X: ``n' x d`` inputs; there may be none, to learn more from what is known. With
-                ``coefficients=``, ``n' x J x d``.
-            Y: ``n' x m`` observations.
+            X: ``batch_shape x n' x d`` inputs; there may be none, to learn more from what is known.
+                With ``coefficients=``, ``n' x J x d``.
+            Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
                 model's ``memory_options``, a uniform sample of 1,000 of all that there have been.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.

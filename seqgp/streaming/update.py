@@ -28,6 +28,7 @@ from seqgp.streaming.inducing_points import (
     Cluster,
     InducingPointRule,
     Keep,
+    choose_for_each,
     inducing_point_rule,
 )
 from seqgp.streaming.learning import Decision, decide
@@ -199,7 +200,7 @@ def _learn(
     note_classes(model)
     data = model.transformed(model.stream.observations)
     density = _density(model, data, num_new)
-    if model.standardizes_by_default and rule.follows_scale:
+    if model.standardizes_by_default and rule.follows_scale and not model.batch_shape:
         note_scale(model, new)
         if decision.learn:
             restandardize(model)
@@ -321,8 +322,11 @@ def _choose_inducing_points(
         allocator,
         stream.num_updates,
     )
-    chosen = inducing.choose(_first_of_batch(Z), candidates)
-    if chosen is not Z and (chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z)):
+    if Z.dim() == 2:
+        chosen = inducing.choose(Z, candidates)
+    else:
+        chosen = choose_for_each(inducing, Z, data.points.detach(), candidates)
+    if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
 
 
@@ -441,20 +445,31 @@ def _sum_over_batch(scores: Tensor) -> Tensor:
     return scores.sum(tuple(range(scores.dim() - 1))) if scores.dim() > 1 else scores
 
 
+def _all_of_batch(flags: Tensor) -> Tensor:
+    """``n x k`` flags that are true in all of a batch ``... x n x k``."""
+    return flags.flatten(0, -3).all(0) if flags.dim() > 2 else flags
+
+
+def _each(observations: Observations) -> list[slice]:
+    """Slices of one observation each."""
+    return [slice(i, i + 1) for i in range(len(observations))]
+
+
 def _matches(held: Observations, known: Observations) -> list[int | None]:
     """For each observation, the index of one among those held that is the same."""
     if (held.coefficients is None) != (known.coefficients is None):
         return [None for _ in range(len(known))]
     dims = tuple(range(-1 if held.coefficients is None else -2, 0))
     # One at a time: inputs may be images, and new x old x d too much.
-    rows = [(held.inputs == x).all(dims) for x in known.inputs]
+    rows = [(held.inputs == known.select(index).inputs).all(dims) for index in _each(known)]
     none = held.targets.new_zeros(0, len(held), dtype=torch.bool)
-    same = torch.stack(rows) if rows else none
+    same = torch.stack(rows, -2) if rows else none
     if held.coefficients is not None and known.coefficients is not None and rows:
-        same = same & (held.coefficients == known.coefficients.unsqueeze(-2)).all(-1)
+        coefficients = known.coefficients.unsqueeze(-2)
+        same = same & (held.coefficients.unsqueeze(-3) == coefficients).all(-1)
     theirs = known.targets.unsqueeze(-1).to(held.targets)
     equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
-    same = same & (equal if equal.dim() == 2 else equal.all(0))
+    same = _all_of_batch(same) & _all_of_batch(equal)
     taken: set[int] = set()
     result: list[int | None] = []
     for row in same:

@@ -194,9 +194,10 @@ class DualState(_VariationalStrategy):
         self.num_latents = num_latents
         # Neither belongs to a copy.
         self._leaves: weakref.ref[Leaves] | None = None
-        # In a training loop whitened duals stay what they are while the prior moves, and the basis
-        # that they were made in is not known until somebody asks for it (`settle`).
-        self._floating = False
+        # In a training loop, or when converted to another precision, whitened duals stay what they
+        # are while the prior changes. The basis that they are in is not known until somebody asks
+        # for it (`settle`), but for its jitter, which is this.
+        self._floating: float | None = None
         Z = inducing_points.detach()
         if batch_shape is None:
             batch_shape = Z.shape[:-2] if num_latents is None else Z.shape[:-3]
@@ -352,7 +353,7 @@ class DualState(_VariationalStrategy):
             else:
                 setattr(self, name, value)
         if "reference_chol" in tensors:
-            self._floating = False
+            self._floating = None
         self.clear_cache()
 
     # ---------------------------------------------------------------- training loops
@@ -387,24 +388,24 @@ class DualState(_VariationalStrategy):
             duals: The duals; not used by anyone else.
         """
         self.dual_lam, self.dual_B = duals
-        self._floating = True
+        self._floating = self.jitter_val
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the present prior, as it is in eval mode, the basis of duals from a training loop.
+        """Make the present prior, as it is in eval mode, the basis of duals that float.
 
         Does not change the whitened posterior; later changes of hyperparameters start from here.
         """
-        if not self._floating:
+        if self._floating is None:
             return
         with _eval_mode(self.model):
             prior = self.model.forward(self.inducing_points)
-        chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self.jitter_val)
+        chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
         self.reference_points = self.inducing_points.detach().clone()
         self.reference_mean, self.reference_chol = prior.mean.clone(), chol
-        self._floating = False
+        self._floating = None
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -485,7 +486,7 @@ class DualState(_VariationalStrategy):
             mean: ``... x m``, the prior mean at the inducing points.
             K: ``... x m x m``, their prior covariance.
         """
-        self._floating = True
+        self._floating = self.jitter_val
         self.clear_cache()
         chol = scaled_cholesky(K, self.jitter_val)
         basis = Basis(None, chol, torch.zeros_like(mean), None)
@@ -613,7 +614,7 @@ class DualState(_VariationalStrategy):
         # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
         self.reference_mean = state.prior_mean.detach().clone()
         self.reference_chol = state.chol.detach()
-        self._floating = False
+        self._floating = None
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
         if not torch.is_grad_enabled():
@@ -645,7 +646,8 @@ class DualState(_VariationalStrategy):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self._floating &= prefix + "reference_chol" not in state_dict
+        if prefix + "reference_chol" in state_dict:
+            self._floating = None
         # The number of inducing points and the batch shape of the duals may have changed.
         for name in TENSORS:
             value, own = state_dict.get(prefix + name), getattr(self, name)
@@ -657,8 +659,44 @@ class DualState(_VariationalStrategy):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        Z = self.inducing_points.detach()
+        dtype = fn(Z[..., :0, :]).dtype
+        jitter = None
+        if dtype.is_floating_point and dtype != Z.dtype:
+            jitter = self._prepare_for(dtype)
         self.clear_cache()
-        return super()._apply(fn, *args, **kwargs)
+        result = super()._apply(fn, *args, **kwargs)
+        # Whitened duals survive a change of precision, the factor that they were made with does
+        # not: its inverse would magnify the rounding of both.
+        self._floating = self._floating if jitter is None else jitter
+        return result
+
+    @torch.no_grad()
+    def _prepare_for(self, dtype: torch.dtype) -> float | None:
+        """Move the duals to a basis that another precision can represent.
+
+        Less precision needs more jitter: inducing values of now are a part of what they will be.
+
+        Returns:
+            The jitter of that basis; ``None`` if it could not be made.
+        """
+        jitter = relative_jitter(dtype) if self._jitter_val is None else self._jitter_val
+        jitter = max(jitter, self.jitter_val)
+        try:
+            with _eval_mode(self.model):
+                state = self.state()
+                K = to_dense(self.model.forward(self.inducing_points).lazy_covariance_matrix)
+        except RuntimeError:  # of modules that have been converted before
+            return None
+        if K.dtype != self.dual_B.dtype:
+            return None
+        chol = scaled_cholesky(K, jitter)
+        basis = Basis(
+            solve_lower(chol, state.chol), state.chol, torch.zeros_like(state.prior_mean), None
+        )
+        summary = rebase_summary(rebase_summary(self.summary, state.basis), basis)
+        self.store(moved(state.duals, basis), state._replace(chol=chol), summary=summary)
+        return jitter
 
 
 def _refuse(_: Tensor) -> None:

@@ -8,6 +8,7 @@ from botorch.models.transforms import Normalize, Standardize
 from botorch.sampling.pathwise import (
     draw_kernel_feature_paths,
     draw_matheron_paths,
+    gaussian_update,
     get_matheron_path_model,
 )
 from botorch.utils.multitask import separate_mtmvn
@@ -166,6 +167,16 @@ def test_outputs_that_share_a_kernel() -> None:
         assert_moments(samples[:, k], posterior.mean.squeeze(-1), posterior.covariance_matrix)
     correlation = torch.corrcoef(samples[:, :, 0].T)[0, 1]
     assert abs(correlation) < 5 / NUMBER**0.5
+
+
+def test_given_values() -> None:
+    """Paths go through values that are given, instead of drawn, at the inducing points."""
+    model = data("bernoulli").model(inducing_points=6)
+    Z = model.variational_strategy.inducing_points.detach()
+    prior: Any = draw_kernel_feature_paths(model, torch.Size([3]))
+    values = torch.linspace(-1, 1, 6)
+    update = gaussian_update(model, prior(Z), target_values=values)
+    assert_close(prior(Z) + update(Z), values.expand(3, 6), 1e-5)  # but for the jitter
 
 
 def test_path_model() -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from botorch.test_functions.synthetic import ConstrainedGramacy, ConstrainedHart
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 
 #: How a strategy hears of a failure, and which strategy it is.
@@ -119,8 +119,7 @@ def quietly() -> Iterator[None]:
     """Without the messages that Ax logs at each trial."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         yield
     logging.disable(disabled)
 

@@ -9,7 +9,6 @@ probabilities on a grid. Sorted, each batch is a strip of the plane; shuffled, i
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.baselines import bui, csato, ours, ovc
 from benchmarks.data import find
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from benchmarks.snapshots import Snapshot, of_ours, of_rival, pack, unpack
 from benchmarks.streams import Latent, Stream, load, score
@@ -137,8 +137,7 @@ def measure(
 ) -> dict[str, Any]:
     """One method: its scores after the last batch, and its distance from offline learning."""
     stream = banana(order, seed, m, quick)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         model = _offline(seed, m, quick)
         if part == "fixed":
             stream = replace(

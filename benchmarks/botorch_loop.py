@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from botorch.utils.sampling import draw_sobol_samples
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from seqgp import DualELBO, SequentialGP
 
@@ -74,8 +74,7 @@ def measure(way: str, seed: int, evaluations: int) -> dict[str, Any]:
     Y = problem(X).unsqueeze(-1)
     fit: Callable[[Tensor, Tensor], Any] = fit_exact if way == "exact" else fit_sparse
     seconds, regret, model = 0.0, [], None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         for step in range(evaluations - INITIAL):
             start = time.perf_counter()
             if model is None or way != "condition" or step % 20 == 0:

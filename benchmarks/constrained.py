@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
 from seqgp.acquisition import best_valid, fantasy_batch, valid_improvement
@@ -91,8 +91,7 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
 
     X = draw_sobol_samples(bounds, initial, 1, seed=seed).squeeze(1)
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         if way == "random":
             number = evaluations - initial
             X = torch.cat([X, draw_sobol_samples(bounds, number, 1, seed=1000 + seed).squeeze(1)])
@@ -148,8 +147,7 @@ def measure_cost(m: int, q: int, rounds: int = 3) -> dict[str, Any]:
     X = draw_sobol_samples(bounds, m, 1, seed=0).squeeze(1)
     Y = Hartmann(negate=True).double()(X).unsqueeze(-1)
     valid = X.sum(-1, keepdim=True) < 3.3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         objective = SequentialGP(
             X, Y, inducing_points=m, outcome_transform=Standardize(1)
         )  # the values of failures, too, for as many inducing points

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from seqgp import DualELBO, SequentialGP
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -75,8 +75,7 @@ def measure(name: str, seed: int, n: int, m: int, d: int) -> dict[str, Any]:
     X, Y = make_data(name, n, d, seed)
     kind = LIKELIHOODS[name]
     result: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # BoTorch's remarks on unscaled outcomes
+    with known_warnings():
         start = time.perf_counter()
         ours = SequentialGP(
             X, Y, likelihood=kind and kind(), inducing_points=m, outcome_transform=None

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from gpytorch.priors import GammaPrior
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
+from benchmarks.known_warnings import known_warnings
 from benchmarks.lander import CONSTANTS, DIMENSION, Lander, bounds
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
@@ -168,8 +168,7 @@ def measure(way: str, seed: int, evaluations: int, episodes: int) -> dict[str, A
         **OPTIMIZE,
     }
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         if way == "random":
             judge(X)
             judge(bounds()[1] * torch.rand(evaluations - INITIAL, DIMENSION).to(X))

@@ -13,7 +13,6 @@ trajectory, (c) the four other trajectories; those of ``revisit`` on (a) and on 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.baselines import bui, ours
 from benchmarks.data import find
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from benchmarks.snapshots import Snapshot, of_ours, of_rival, pack, unpack
 from benchmarks.streams import Latent, Stream
@@ -113,8 +113,7 @@ def measure(experiment: str, order: str, name: str, quick: bool = False) -> dict
     result: dict[str, Any] = {"steps": {}}
     shown = SHOWN if experiment == "explore" else range(1, len(stream.pieces) + 1)
     start = time.process_time()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         for number, now in enumerate(METHODS[name](stream), 1):
             count += len(stream.pieces[number - 1][0])
             step = len(stream.pieces) if name == "offline" else number

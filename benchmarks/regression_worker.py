@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import gpytorch
 import torch
+from botorch.exceptions.warnings import InputDataWarning, OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP, SingleTaskVariationalGP
 from botorch.sampling import SobolQMCNormalSampler
@@ -36,6 +37,7 @@ from botorch.utils.sampling import draw_sobol_normal_samples
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, VariationalELBO
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 import seqgp
@@ -512,7 +514,8 @@ def main() -> None:
         raise ImportError(f"seqgp: expected that of {tree}, got {seqgp.__file__}.")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")  # BoTorch's remarks on data and on optimisers that stop early
+    for category in (InputDataWarning, NumericalWarning, OptimizationWarning):
+        warnings.simplefilter("ignore", category)  # data, jitter, optimisers that stop early
     worker = Worker()
     for line in sys.stdin:
         try:

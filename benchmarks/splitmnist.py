@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.baselines import continual
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from benchmarks.tasks import DATA_SETS, Predict, Tasks, images, order_of, score, tasks_of
 
@@ -115,8 +115,7 @@ def _memory_label(name: str, share: float, replay: float) -> str:
 def _measure(tasks: Tasks, method: Callable[[Tasks], Iterator[Predict]]) -> dict[str, Any]:
     scores: list[dict[str, Any]] = []
     train_seconds, start = 0.0, time.process_time()  # on a machine with other work
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         for number, predict in enumerate(method(tasks), 1):
             train_seconds += time.process_time() - start
             offline = method is METHODS["offline"]

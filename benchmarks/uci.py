@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.baselines.csato import csato
 from benchmarks.baselines.ours import offline, ours, paper
 from benchmarks.baselines.ovc import ovc
 from benchmarks.baselines.refit import refit
+from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from benchmarks.streams import Latent, Stream, fold_of, score
 
@@ -113,8 +113,7 @@ def measure(
     kind = "sorted" if order == TEN else order
     stream: Stream = fold_of(name, data_set.regression, fold, pieces, kind, m)
     start = time.process_time()  # on a machine with other work
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         predict = METHODS[method](stream)
         train_seconds = time.process_time() - start
         return {**score(stream, predict), "train_seconds": round(train_seconds, 2)}

@@ -21,7 +21,6 @@ began, is taken back.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from benchmarks.known_warnings import known_warnings
 from benchmarks.streams import Latent, Stream
 from seqgp.dual import Batch, Duals, converge, factorise
 from seqgp.dual.linalg import scaled_cholesky
@@ -189,8 +189,7 @@ class Bui:
             torch.zeros_like(unexplained),
             lambda mean, variance: expectations(self.likelihood, y, mean, variance),
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with known_warnings():
             return converge(start, lambda: [batch], past, tol=1e-4, max_steps=30)[0]
 
     def _maximise(self, X: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> None:

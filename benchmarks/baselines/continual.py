@@ -5,7 +5,6 @@ All have the same kernel to begin with, the same likelihood and as many inducing
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from gpytorch.means import ZeroMean
 from torch import Tensor
 
+from benchmarks.known_warnings import known_warnings
 from benchmarks.tasks import Predict, Tasks
 from seqgp import SequentialGP
 from seqgp.dual import Batch, converge, factorise, scaled_cholesky, solve_lower, zero_duals
@@ -136,8 +136,7 @@ def fitted_to(tasks: Tasks, X: Tensor, y: Tensor, passes: int = 25) -> Sequentia
         X[:0], X, torch.ones_like(y), len(X), 0, tasks.m, generator, iterations=10
     )
     model.variational_strategy.set_inducing_points(Z)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with known_warnings():
         model.variational_strategy.converge(X, y, model.likelihood, max_steps=passes)
     return model
 
@@ -177,8 +176,7 @@ class VARGP:
             mean,
             data.evaluate(self.likelihood, True),
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with known_warnings():
             start = zero_duals(X, number, (self.tasks.num_classes,))
             duals, _ = converge(start, lambda: [batch], latent_dims=1, max_steps=2 * PASSES)
         self.blocks.append((own, factorise(duals)))

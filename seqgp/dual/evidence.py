@@ -10,15 +10,18 @@ Whatever is known of a function :math:`f` is a set of sites :math:`\exp(\lambda_
     A = L^{-1} K_{zh}, \; W = I + A \beta A^T, \; \lambda_w = A \lambda,
 
 a function of :math:`(K_{zz}, K_{zh}, \operatorname{var} h)` and of the sites only. With
-:math:`\mu = W^{-1} \lambda_w`, :math:`\bar g = A^T \mu`, posterior variances :math:`v` and
-:math:`G = \mu (\lambda - \beta \bar g)^T + (I - W^{-1}) A \beta`,
+:math:`B_w = A \beta A^T`, :math:`\mu = W^{-1} \lambda_w`, :math:`D = I - W^{-1} = W^{-1} B_w`,
+posterior means :math:`\bar g = A^T \mu` and variances :math:`v`,
 
 .. math::
-    \partial_{K_{zh}} F = L^{-T} G, \quad
-    \partial_{K_{zz}} F = -\tfrac12 L^{-T} (G A^T) L^{-1}, \quad
-    \partial_{\operatorname{var}} F = -\tfrac12 \beta, \quad
+    \partial_{K_{zh}} F &= L^{-T} (\mu (\lambda - \beta \bar g)^T + D A \beta), \\
+    \partial_{K_{zz}} F &= -\tfrac12 L^{-T} (\mu \mu^T + D B_w) L^{-1}, \\
+    \partial_{\operatorname{var}} F &= -\tfrac12 \beta, \quad
     \partial_\lambda F = \bar g, \quad
     \partial_\beta F = -\tfrac12 (\bar g^2 + v).
+
+So three products of :math:`m \times n` matrices are all that value and derivatives take: two for
+:math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
 
 If the inducing points are the inputs, :math:`A = L^T` is known and the evidence is that of the
 exact GP, from one Cholesky factor (`exact_evidence`).
@@ -27,15 +30,15 @@ exact GP, from one Cholesky factor (`exact_evidence`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqgp.dual.duals import Duals, add, tie
-from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower, solve_upper
-from seqgp.dual.posterior import Factors, factorise, unexplained_variance
+from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_cholesky, solve_upper
+from seqgp.dual.posterior import Factors, factorise, log_evidence
 from seqgp.dual.sites import Sites
 
 
@@ -44,7 +47,8 @@ class Block(NamedTuple):
 
     Attributes:
         cross: ``... x m x n``, their prior covariance with the inducing values.
-        variance: ``... x n``, their prior variances.
+        variance: ``... x n``, their prior variances; zero if their part of the trace term,
+            ``-1/2 sum beta variance``, is counted elsewhere.
         sites: Sites with ``... x n`` elements.
     """
 
@@ -79,7 +83,7 @@ def evidence(
         blocks: The functionals and their sites. Batch shapes broadcast.
         chol: ``... x m x m``, the Cholesky factor ``L`` of the covariance, without a graph.
         whitened: ``A = L^-1 cross`` of each block, without a graph.
-        jitter: The relative jitter that is part of ``chol``.
+        jitter: The relative jitter that is part of ``L``.
     """
     with torch.no_grad():
         total: Duals | None = None
@@ -87,15 +91,15 @@ def evidence(
             duals = tie(A, block.sites)
             total = duals if total is None else add(total, duals)
         assert total is not None
-        factors = factorise(Duals(*(tensor.detach() for tensor in total)))
-        value = 0.5 * (total.lam * factors.mean).sum(-1)
-        value = value - factors.R.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        for A, block in zip(whitened, blocks, strict=True):
-            unexplained = unexplained_variance(A, block.variance)
-            value = value - 0.5 * (block.sites.beta * unexplained).sum(-1)
+        factors = factorise(total)
+        value = log_evidence(total, factors)
+        # The sum of beta |A|^2 over all functionals is the trace of B.
+        value = value + 0.5 * total.B.diagonal(dim1=-2, dim2=-1).sum(-1)
+        for block in blocks:
+            value = value - 0.5 * (block.sites.beta * block.variance).sum(-1)
     if torch.is_grad_enabled():
         flat = [t for b in blocks for t in (b.cross, b.variance, *b.sites)]
-        fixed = (value.detach(), chol.detach(), factors, list(whitened), jitter)
+        fixed = (value, chol, total.B, factors, list(whitened), jitter)
         value = _Evidence.apply(fixed, covariance, *flat)
     return Evidence(value, factors)
 
@@ -105,35 +109,58 @@ class _Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fixed: Any, covariance: Tensor, *flat: Tensor) -> Tensor:
-        value, chol, factors, whitened, jitter = fixed
-        ctx.save_for_backward(covariance, chol, *factors, *whitened, *flat)
-        ctx.jitter, ctx.num_blocks = jitter, len(whitened)
+        value, chol, B, factors, whitened, jitter = fixed
+        ctx.save_for_backward(chol, B, *factors, *whitened, *flat)
+        ctx.jitter, ctx.num_blocks, ctx.shape = jitter, len(whitened), covariance.shape
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> Any:
-        covariance, chol, R, mean, *rest = ctx.saved_tensors
+        chol, B, R, mean, *rest = ctx.saved_tensors
         k = ctx.num_blocks
         whitened, flat = rest[:k], rest[k:]
-        factors, outer = Factors(R, mean), outer.unsqueeze(-1)
-        inner, gradients = covariance.new_zeros(()), []
-        for number, A in enumerate(whitened):
-            own = flat[4 * number : 4 * number + 4]
-            _, variance, lam, beta = own
-            unexplained = unexplained_variance(A, variance)
-            g, v, G = _derivatives(A, unexplained, lam, beta, factors, outer)
-            d_cross = solve_upper(chol, G)
-            # Summed first: a block may have batch dimensions that another one has not.
-            inner = inner + _reduce(d_cross @ A.mT, chol.shape)
-            d_beta = -0.5 * outer * (g.square() + v)
-            parts = (d_cross, -0.5 * outer * beta, outer * g, d_beta)
-            gradients += [_reduce(p, t.shape) for p, t in zip(parts, own, strict=True)]
-        d_covariance = -0.5 * solve_upper(chol, inner.mT)
+        D = -torch.cholesky_inverse(R)
+        D.diagonal(dim1=-2, dim2=-1).add_(1)
+        inner = mean.unsqueeze(-1) * mean.unsqueeze(-2) + D @ B
+        inner = _reduce(outer[..., None, None] * inner, chol.shape)
+        half = solve_upper(chol, inner)
+        d_covariance = -0.5 * solve_upper(chol, half.mT)
         d_covariance = 0.5 * (d_covariance + d_covariance.mT)
         diagonal = d_covariance.diagonal(dim1=-2, dim2=-1)
-        d_covariance = d_covariance + torch.diag_embed(ctx.jitter * diagonal)
-        return None, _reduce(d_covariance, covariance.shape), *gradients
+        diagonal += ctx.jitter * diagonal
+        weights = solve_upper(chol, mean.unsqueeze(-1)).squeeze(-1)
+        common = _Common(outer.unsqueeze(-1), mean, weights, solve_upper(chol, D))
+        gradients = []
+        for number, A in enumerate(whitened):
+            own = cross, variance, lam, beta = flat[4 * number : 4 * number + 4]
+            block = Block(cross, variance, Sites(lam, beta))
+            parts = _derivatives(A, block, common, ctx.needs_input_grad[4 * number + 5])
+            gradients += [
+                None if part is None else _reduce(part, t.shape)
+                for part, t in zip(parts, own, strict=True)
+            ]
+        return None, _reduce(d_covariance, ctx.shape), *gradients
+
+
+class _Common(NamedTuple):
+    """What the derivatives of all blocks have in common."""
+
+    outer: Tensor  # ... x 1, the incoming gradient
+    mean: Tensor  # ... x m, mu
+    weights: Tensor  # ... x m, L^-T mu
+    matrix: Tensor  # ... x m x m, L^-T D
+
+    def of_each(self, shape: torch.Size) -> Iterator[_Common]:
+        """One after the other, of a batch of the given shape."""
+        m = self.mean.shape[-1]
+        yield from map(
+            _Common,
+            self.outer.expand(*shape, 1).reshape(-1, 1),
+            self.mean.expand(*shape, m).reshape(-1, m),
+            self.weights.expand(*shape, m).reshape(-1, m),
+            self.matrix.expand(*shape, m, m).reshape(-1, m, m),
+        )
 
 
 def _reduce(gradient: Tensor, shape: torch.Size) -> Tensor:
@@ -143,38 +170,97 @@ def _reduce(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _derivatives(
-    A: Tensor, unexplained: Tensor, lam: Tensor, beta: Tensor, factors: Factors, outer: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Posterior means and variances of a block, and ``G`` times the incoming gradient."""
-    shape = broadcast_shapes(factors.mean.shape[:-1], lam.shape[:-1], outer.shape[:-1])
+    A: Tensor, block: Block, common: _Common, wants_beta: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Derivatives with respect to a block's cross-covariance, variance and sites."""
+    cross, variance, (lam, beta) = block
+    outer, mean, weights, matrix = common
+    shape = broadcast_shapes(matrix.shape[:-2], lam.shape[:-1], outer.shape[:-1])
     if A.shape[:-2].numel() == 1 and shape.numel() > 1:
         # Latents that share a prior: one after the other, so that no copy of A for each is made.
-        n, m = A.shape[-1], A.shape[-2]
-        shared, unexplained = A.reshape(m, n), unexplained.reshape(n)
-        means, variances, total = [], [], torch.zeros_like(shared)
-        c = shape.numel()
-        parts = zip(
-            factors.R.expand(*shape, m, m).reshape(c, m, m),
-            factors.mean.expand(*shape, m).reshape(c, m),
-            lam.expand(*shape, n).reshape(c, n),
-            beta.expand(*shape, n).reshape(c, n),
-            outer.expand(*shape, 1).reshape(c, 1),
-            strict=True,
+        m, n = A.shape[-2:]
+        A, cross = A.reshape(m, n), cross.reshape(m, n)
+        variance, lam, beta = (t.expand(*shape, n).reshape(-1, n) for t in (variance, lam, beta))
+        d_cross, rest = torch.zeros_like(A), []
+        for v, l, b, own in zip(variance, lam, beta, common.of_each(shape), strict=True):
+            d_own, *others = _derivatives(A, Block(cross, v, Sites(l, b)), own, wants_beta)
+            d_cross += d_own
+            rest.append(others)
+        d_variance, d_lam, d_beta = (
+            None if each[0] is None else torch.stack(each).reshape(*shape, n)
+            for each in zip(*rest, strict=True)
         )
-        for R, mean, lam_c, beta_c, outer_c in parts:
-            g, v, G = _derivatives(shared, unexplained, lam_c, beta_c, Factors(R, mean), outer_c)
-            means.append(g)
-            variances.append(v)
-            total += G
-        g, v = (torch.stack(each).reshape(*shape, n) for each in (means, variances))
-        return g, v, total
-    g = (A.mT @ factors.mean.unsqueeze(-1)).squeeze(-1)
-    half = solve_lower(factors.R, A)
-    v = unexplained + half.square().sum(-2)
+        assert d_variance is not None
+        assert d_lam is not None
+        return d_cross, d_variance, d_lam, d_beta
+    g = (A.mT @ mean.unsqueeze(-1)).squeeze(-1)
+    product = matrix @ A
+    d_beta = None
+    if wants_beta:
+        v = variance - (cross * product).sum(-2)
+        d_beta = -0.5 * outer * (g.square() + v)
     slope = (lam - beta * g) * outer
-    G = factors.mean.unsqueeze(-1) * slope.unsqueeze(-2)
-    G = G + (A - solve_upper(factors.R, half)) * (beta * outer).unsqueeze(-2)
-    return g, v, G
+    d_cross = product * (beta * outer).unsqueeze(-2)
+    d_cross += weights.unsqueeze(-1) * slope.unsqueeze(-2)
+    return d_cross, -0.5 * outer * beta, outer * g, d_beta
+
+
+def unexplained_total(
+    covariance: Tensor,
+    cross: Tensor,
+    variance: Tensor,
+    weights: Tensor,
+    chol: Tensor,
+    jitter: float = 0.0,
+) -> Tensor:
+    r"""A weighted sum of the variances that some values leave unexplained of others.
+
+    With :math:`E = K^{-1} K_{zh}`, :math:`T = \sum_i w_i (\operatorname{var} h_i - k_i^T E_i)`, and
+
+    .. math::
+        \partial_{K_{zh}} T = -2 E w, \qquad \partial_K T = E w E^T.
+
+    Args:
+        covariance: ``... x m x m``, ``K``.
+        cross: ``... x m x n``.
+        variance: ``... x n``.
+        weights: ``... x n``, without a graph.
+        chol: ``... x m x m``, the Cholesky factor of the covariance, without a graph.
+        jitter: The relative jitter that is part of ``chol``.
+    """
+    return _UnexplainedTotal.apply(covariance, cross, variance, weights, chol, jitter)
+
+
+class _UnexplainedTotal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        covariance: Tensor,
+        cross: Tensor,
+        variance: Tensor,
+        weights: Tensor,
+        chol: Tensor,
+        jitter: float,
+    ) -> Tensor:
+        E = solve_cholesky(chol, cross)
+        ctx.save_for_backward(weights, E)
+        ctx.jitter, ctx.shapes = jitter, (covariance.shape, cross.shape, variance.shape)
+        return (weights * (variance - (cross * E).sum(-2))).sum(-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        weights, E = ctx.saved_tensors
+        own, cross, variance = ctx.shapes
+        weights = outer.unsqueeze(-1) * weights
+        # Summed first: latents may share their prior.
+        common = _reduce(weights, torch.Size([*cross[:-2], cross[-1]]))
+        weighted = E * common.unsqueeze(-2)
+        d_covariance = weighted @ E.mT
+        diagonal = d_covariance.diagonal(dim1=-2, dim2=-1)
+        diagonal += ctx.jitter * diagonal
+        d_cross = _reduce(-2 * weighted, cross)
+        return _reduce(d_covariance, own), d_cross, _reduce(weights, variance), None, None, None
 
 
 def exact_evidence(covariance: Tensor, sites: Sites) -> Tensor:

@@ -25,7 +25,13 @@ from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import Batch, Duals, Sites, condition, converge_sites, tie
-from seqgp.dual.evidence import Block, evidence, exact_evidence, gaussian_evidence
+from seqgp.dual.evidence import (
+    Block,
+    evidence,
+    exact_evidence,
+    gaussian_evidence,
+    unexplained_total,
+)
 from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower
 from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
 from seqgp.dual.projection import coincident
@@ -48,6 +54,7 @@ class Past(NamedTuple):
         points: ``... x s x d``, ``S``.
         mean: ``... x s``, the prior mean there when the sites were made.
         coefficients: ``... x s x s``, ``C``.
+        precision: ``... x s x s``, ``C^T diag(beta) C``.
         sites: ``... x s``; times the noise variance for Gaussian observations.
         square: ``...``, sum of squared targets of Gaussian observations.
         number: ``...``, how many observations they stand for.
@@ -56,6 +63,7 @@ class Past(NamedTuple):
     points: Tensor
     mean: Tensor
     coefficients: Tensor
+    precision: Tensor
     sites: Sites
     square: Tensor
     number: Tensor
@@ -110,10 +118,11 @@ def maximised_bound(
     if s and past is not None:
         batch = broadcast_shapes(past.points.shape[:-2], x.shape[:-2])
         right = torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (past.points, x)], -2)
-    prior = joint_prior(setting.forward, Z, right, shared, with_left=True)
+    prior = joint_prior(setting.forward, Z, right, shared, with_left=True, once=True)
     assert prior.left is not None
     mean_Z, K = prior.left
-    cross, mean = prior.cross[..., s:], prior.mean[..., s:]
+    sizes = [s, right.shape[-2] - s]
+    (K_ZS, cross), (mean_S, mean) = prior.cross.split(sizes, -1), prior.mean.split(sizes, -1)
     if c is None:
         variance = prior.variance()[..., s:]
     else:
@@ -127,21 +136,22 @@ def maximised_bound(
     constant: Tensor = mean.new_zeros(())
     base: Duals | None = None
     if past is not None:
+        noise, count = summary_noise(likelihood), 0
+        if stands_for is not None:
+            count = stands_for.shape[-1]
         if setting.stays:
             diagonal = K.diagonal(dim1=-2, dim2=-1)
-            K_ZS = K_SS = K + torch.diag_embed(jitter * diagonal)
-            mean_S = mean_Z
+            own = _Own(K + torch.diag_embed(jitter * diagonal), cross[..., :count], chol, 0.0)
+            K_ZS, mean_S = own.covariance, mean_Z
         else:
-            K_SS = to_dense(setting.forward(past.points).lazy_covariance_matrix)
-            K_ZS, mean_S = prior.cross[..., :s], prior.mean[..., :s]
+            own = _own_blocks(setting, past, x, c, count, shared)
             if not (Z.requires_grad and torch.is_grad_enabled()):
                 # A point that is kept keeps its jitter, so that nothing is lost by keeping it.
                 nugget = coincident(Z, past.points)
                 K_ZS = K_ZS + nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-        block, constant = _past_block(past, K_ZS, K_SS, mean_S, summary_noise(likelihood))
+        block, constant = _past_block(past, K_ZS, own.covariance, mean_S, noise)
         if stands_for is not None:
-            residual = _residual(setting, stands_for, x, c, shared, variance, K_SS, cross)
-            noise = summary_noise(likelihood)
+            residual = own.unexplained(variance[..., :count], stands_for)
             residual = residual if noise is None else residual / noise.squeeze(-1)
             constant = constant - 0.5 * residual
         blocks.append(block)
@@ -292,42 +302,59 @@ def _past_block(
         lam, beta = lam / noise, beta / noise
         constant = (constant - 0.5 * past.square) / noise.squeeze(-1)
         constant = constant - 0.5 * past.number * (2 * math.pi * noise.squeeze(-1)).log()
-    variance = ((C @ K_SS) * C).sum(-1)
-    return Block(K_ZS @ C.mT, variance, Sites(lam, beta)), constant
+    # The sum of precisions times variances of all functionals at once.
+    trace = (past.precision * K_SS).sum((-2, -1))
+    trace = trace if noise is None else trace / noise.squeeze(-1)
+    return Block(K_ZS @ C.mT, torch.zeros_like(past.sites.beta), Sites(lam, beta)), (
+        constant - 0.5 * trace
+    )
 
 
-def _residual(
-    setting: Setting,
-    stands_for: Tensor,
-    x: Tensor,
-    c: Tensor | None,
-    shared: bool,
-    variance: Tensor,
-    K_SS: Tensor,
-    cross: Tensor,
-) -> Tensor:
-    r"""What the summary's own points leave unexplained of the observations folded into it.
+class _Own(NamedTuple):
+    """The prior at the summary's own points, as they see observations at hand.
 
-    The term :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, estimated by observations
-    at hand that stand for those that are not. Without it short lengthscales would look better than
-    they are.
+    Attributes:
+        covariance: ``... x s x s``.
+        cross: ``... x s x k``, with the observations.
+        chol: ``... x s x s``, the Cholesky factor of the former, without a graph.
+        jitter: The relative jitter that is part of the factor but not of the covariance.
     """
-    count, past = stands_for.shape[-1], setting.past
-    assert past is not None
-    if setting.stays:
-        chol = scaled_cholesky(K_SS)  # with its jitter already
-        block = cross[..., :count]
-    else:
-        chol = scaled_cholesky(K_SS, setting.jitter)
-        J = 1 if c is None else c.shape[-1]
-        own = None if c is None else c[..., :count, :]
-        shared = shared and K_SS.shape[:-2].numel() == 1
-        block = joint_prior(
-            setting.forward, past.points, x[..., : count * J, :], shared, coefficients=own
-        ).cross
-    explained = solve_lower(chol, block)
-    unexplained = unexplained_variance(explained, variance[..., :count])
-    return (stands_for * unexplained).sum(-1)
+
+    covariance: Tensor
+    cross: Tensor
+    chol: Tensor
+    jitter: float
+
+    def unexplained(self, variance: Tensor, stands_for: Tensor) -> Tensor:
+        r"""What the summary's own points leave unexplained of the observations folded into it.
+
+        The term :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, estimated by
+        observations at hand that stand for those that are not. Without it short lengthscales would
+        look better than they are.
+        """
+        return unexplained_total(
+            self.covariance, self.cross, variance, stands_for, self.chol, self.jitter
+        )
+
+
+def _own_blocks(
+    setting: Setting, past: Past, x: Tensor, c: Tensor | None, count: int, shared: bool
+) -> _Own:
+    """The prior at the summary's points, and with the first ``count`` observations."""
+    J = 1 if c is None else c.shape[-1]
+    prior = joint_prior(
+        setting.forward,
+        past.points,
+        x[..., : count * J, :],
+        shared,
+        with_left=True,
+        coefficients=None if c is None else c[..., :count, :],
+        once=True,
+    )
+    assert prior.left is not None
+    covariance = prior.left[1]
+    chol = scaled_cholesky(covariance.detach(), setting.jitter)
+    return _Own(covariance, prior.cross, chol, setting.jitter)
 
 
 def _with_latents(data: Observations, num_latents: int | None) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.variational.stationary import stationary
 
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
 Forward = Callable[[Tensor], MultivariateNormal]
@@ -43,6 +44,7 @@ def joint_prior(
     shared: bool,
     with_left: bool = False,
     coefficients: Tensor | None = None,
+    once: bool = False,
 ) -> Prior:
     """The prior at inputs ``right``, and its covariance with the values at ``left``.
 
@@ -58,10 +60,11 @@ def joint_prior(
         with_left: Whether the prior at ``left`` is wanted, too; one evaluation of the kernel gives
             both blocks.
         coefficients: ``... x n x J`` coefficients of functionals; ``None`` for values.
+        once: Whether the result is differentiated at most once, for which there is a faster way.
     """
     modules = _mean_and_kernel(forward)
     if modules is not None and coefficients is None:
-        return _from_modules(*modules, left, right, shared, with_left)
+        return _from_modules(*modules, left, right, shared, with_left, once)
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
     flat_right = shared and left_batch.numel() == 1
@@ -122,24 +125,36 @@ def _mean_and_kernel(forward: Any) -> tuple[Mean, Kernel] | None:
 
 
 def _from_modules(
-    mean_module: Mean, kernel: Kernel, left: Tensor, right: Tensor, shared: bool, with_left: bool
+    mean_module: Mean,
+    kernel: Kernel,
+    left: Tensor,
+    right: Tensor,
+    shared: bool,
+    with_left: bool,
+    once: bool,
 ) -> Prior:
     """As `joint_prior`, from a mean and a kernel."""
+    known = stationary(kernel) if once or not torch.is_grad_enabled() else None
+
+    def matrix(a: Tensor, b: Tensor) -> Tensor:
+        """The covariances of values at ``p x d`` and at ``n x d`` inputs."""
+        return to_dense(kernel(a, b)) if known is None else known.matrix(a, b)
+
     (p, d), n = left.shape[-2:], right.shape[-2]
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
     mean, prior_left = mean_module(right), None
     if shared and left_batch.numel() == 1:
         flat_left, flat_right = left.reshape(-1, d), right.reshape(-1, d)
         if with_left:  # both blocks at once
-            both = to_dense(kernel(flat_left, torch.cat([flat_left, flat_right])))
-            both = both.reshape(p, -1)
-            prior_left, cross = (mean_module(left).reshape(p), both[:, :p]), both[:, p:]
+            both = matrix(flat_left, torch.cat([flat_left, flat_right])).reshape(p, -1)
+            own, cross = both.split([p, both.shape[-1] - p], -1)
+            prior_left = mean_module(left).reshape(p), own
         else:
-            cross = to_dense(kernel(flat_left, flat_right))
+            cross = matrix(flat_left, flat_right)
         cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
         mean = mean.reshape(*right_batch, n)
     elif shared and right_batch.numel() == 1 and not with_left:
-        cross = to_dense(kernel(left.reshape(-1, d), right.reshape(-1, d)))
+        cross = matrix(left.reshape(-1, d), right.reshape(-1, d))
         cross = cross.reshape(*left_batch, -1, n)
         mean = mean.reshape(*right_batch, n)
     else:
@@ -151,7 +166,7 @@ def _from_modules(
             prior_left = mean_module(left), to_dense(kernel(left))
 
     def variance() -> Tensor:
-        diagonal = kernel(right, diag=True)
+        diagonal = kernel(right, diag=True) if known is None else known.variance(right)
         return diagonal.reshape(*right_batch, n) if shared else diagonal
 
     def full() -> LinearOperator:

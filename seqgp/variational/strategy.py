@@ -36,7 +36,7 @@ from seqgp.dual import (
 )
 from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.duals import add as add_duals
-from seqgp.dual.linalg import broadcast_shapes
+from seqgp.dual.linalg import broadcast_shapes, inverse_lower
 from seqgp.dual.posterior import explained, has_posterior, unexplained_variance
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import least_square, log_constant
@@ -414,10 +414,10 @@ class DualVariationalStrategy(DualState):
             (lam, B), square, number = discounted(self.summary, share)
             h, Q = torch.linalg.eigh(B)
             site = Sites((Q.mT @ lam.unsqueeze(-1)).squeeze(-1), h.clamp_min(0))
-            eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
-            inverse = solve_lower(self.reference_chol, eye.expand_as(self.reference_chol))
+            C = Q.mT @ inverse_lower(self.reference_chol)
+            precision = C.mT @ (site.beta.unsqueeze(-1) * C)
             past = Past(
-                self.reference_points, self.reference_mean, Q.mT @ inverse, site, square, number
+                self.reference_points, self.reference_mean, C, precision, site, square, number
             )
             known = self._past = (self.summary_B, share, past)
         return known[2]

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from seqgp.dual import Sites, scaled_cholesky, solve_lower
-from seqgp.dual.evidence import Block, evidence, exact_evidence, gaussian_evidence
+from seqgp.dual.evidence import (
+    Block,
+    evidence,
+    exact_evidence,
+    gaussian_evidence,
+    unexplained_total,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 JITTER = 1e-6
@@ -91,6 +97,23 @@ def test_blocks_of_different_batch_shapes() -> None:
 
 
 @batches
+@pytest.mark.parametrize("own_prior", [False, True])
+def test_unexplained_total(batch: tuple[int, ...], own_prior: bool) -> None:
+    """Autograd of the sum itself; priors shared by the batch, or not."""
+    prior_batch = batch if own_prior else ()
+    Z = torch.rand(*prior_batch, 5, 2, requires_grad=True)
+    scale = torch.tensor(1.3, requires_grad=True)
+    x, weights = torch.rand(*prior_batch, 9, 2), torch.rand(*batch, 9)
+    K, cross, variance = scale * kernel(Z, Z), scale * kernel(Z, x), scale * torch.ones(9)
+    chol = scaled_cholesky(K.detach(), JITTER)
+    actual = unexplained_total(K, cross, variance, weights, chol, JITTER)
+    L = torch.linalg.cholesky(K + JITTER * torch.diag_embed(K.diagonal(dim1=-2, dim2=-1)))
+    A = torch.linalg.solve_triangular(L, cross, upper=False)
+    expected = (weights * (variance - A.square().sum(-2))).sum(-1)
+    assert_same_with_gradients(actual, expected, [Z, scale])
+
+
+@batches
 def test_exact_evidence(batch: tuple[int, ...]) -> None:
     x = torch.rand(9, 2, requires_grad=True)
     lam, beta = sites(9, *batch)
@@ -120,16 +143,16 @@ def test_all_inputs_as_inducing_points_are_exact() -> None:
     x, site = torch.rand(12, 2), sites(12)
     K = kernel(x, x)
     chol = scaled_cholesky(K, 1e-10)
-    A = solve_lower(chol, K)
-    sparse = evidence(K, [Block(K, torch.ones(12), site)], chol, [A], 1e-10).value
+    blocks = [Block(K, torch.ones(12), site)]
+    sparse = evidence(K, blocks, chol, [solve_lower(chol, K)], 1e-10).value
     torch.testing.assert_close(sparse, exact_evidence(K, site), rtol=1e-6, atol=1e-6)
 
 
 def test_no_gradient_is_built_where_none_is_wanted() -> None:
     x, site = torch.rand(5, 2), sites(5)
     K = kernel(x, x).requires_grad_(True)
-    chol = scaled_cholesky(K.detach(), JITTER)
-    A = solve_lower(chol, K.detach())
     with torch.no_grad():
-        value = evidence(K, [Block(K, torch.ones(5), site)], chol, [A], JITTER).value
+        chol = scaled_cholesky(K, JITTER)
+        blocks = [Block(K, torch.ones(5), site)]
+        value = evidence(K, blocks, chol, [solve_lower(chol, K)], JITTER).value
     assert not value.requires_grad

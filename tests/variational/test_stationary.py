@@ -1,0 +1,80 @@
+"""Closed-form derivatives of stationary kernels, against GPyTorch and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
+
+from seqgp.variational.stationary import stationary
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+KERNELS = {
+    "rbf": lambda: RBFKernel(),
+    "rbf, ard": lambda: RBFKernel(ard_num_dims=3),
+    "matern 3/2, ard": lambda: MaternKernel(nu=1.5, ard_num_dims=3),
+    "matern 5/2": lambda: MaternKernel(nu=2.5),
+    "scaled rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=3)),
+    "scaled matern 5/2": lambda: ScaleKernel(MaternKernel(nu=2.5)),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    kernel = KERNELS[request.param]()
+    for parameter in kernel.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) - 1)
+    return kernel
+
+
+@pytest.mark.parametrize("learns_inputs", [False, True])
+def test_values_and_derivatives_are_gpytorchs(kernel: Kernel, learns_inputs: bool) -> None:
+    left = torch.rand(5, 3) + 100  # far from the origin
+    right = torch.cat([left[:2], torch.rand(30, 3) + 100])  # two distances are zero
+    inputs = [left, right] if learns_inputs else []
+    for each in inputs:
+        each.requires_grad_(True)
+    wanted = [*inputs, *kernel.parameters()]
+    known = stationary(kernel)
+    assert known is not None
+    actual, expected = known.matrix(left, right), kernel(left, right).to_dense()
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    outer = torch.randn_like(actual)
+    outer[[0, 1], [0, 1]] = 0  # GPyTorch's distances of zero have no derivative
+    found = torch.autograd.grad((outer * actual).sum(), wanted)
+    theirs = torch.autograd.grad((outer * expected).sum(), wanted)
+    for a, b in zip(found, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(known.variance(left), kernel(left, diag=True))
+
+
+def test_derivative_at_distance_zero_vanishes(kernel: Kernel) -> None:
+    x = torch.rand(4, 3, requires_grad=True)
+    known = stationary(kernel)
+    assert known is not None
+    covariances = known.matrix(x, x.detach()).diagonal()
+    (gradient,) = torch.autograd.grad(covariances.sum(), x)
+    torch.testing.assert_close(gradient, torch.zeros(4, 3), rtol=0, atol=1e-10)
+
+
+class Doubled(RBFKernel):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return 2 * super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        Doubled(),
+        MaternKernel(nu=0.5),
+        RBFKernel(batch_shape=torch.Size([2])),
+        RBFKernel(active_dims=[0]),
+        ScaleKernel(RBFKernel(active_dims=[0])),
+        ScaleKernel(RBFKernel(), batch_shape=torch.Size([2])),
+        ScaleKernel(ScaleKernel(RBFKernel())),
+        RBFKernel() + RBFKernel(),
+    ],
+)
+def test_other_kernels_are_left_to_gpytorch(kernel: Kernel) -> None:
+    assert stationary(kernel) is None

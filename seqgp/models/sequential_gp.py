@@ -755,11 +755,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             held.coefficients,
             has_outputs=self.has_output_dim,
         )
-        represents, importance = self.stream.represents, self.stream.importance
+        stream = self.stream
+        represents, importance, fade = stream.represents, stream.importance, stream.fade
         if len(changed) != len(represents):
-            represents = importance = represents.new_ones(len(changed))
+            represents = importance = fade = represents.new_ones(len(changed))
         self.stream = replace(
-            self.stream, observations=changed, represents=represents, importance=importance
+            self.stream,
+            observations=changed,
+            represents=represents,
+            importance=importance,
+            fade=fade,
         )
 
     # ---------------------------------------------------------------- streaming
@@ -778,7 +783,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         learning_rate: float = 0.01,
         inducing: str | InducingPointRule | None = None,
         max_inducing: int | None = None,
-        discount: float = 1.0,
+        discount: float | str = 1.0,
         site_steps: int | None = None,
         **arguments: Any,
     ) -> UpdateRecord:
@@ -820,7 +825,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 ``learn_inducing_points=False``, ``"both"`` if with ``True``, else ``"adapt"``.
             max_inducing: Their largest number if they are adapted; by default what the model was
                 built with, or 300.
-            discount: Factor for what the summary held before, for streams that drift.
+            discount: Factor for all that was learnt before, remembered or not, for streams that
+                drift. With ``"auto"`` there is a discount when the new batch is clearly more
+                probable with one; the record says which.
             site_steps: The largest number of passes over the data that each convergence of the
                 sites may take. By default as many as it takes, up to 100; thousands of observations
                 of many classes can do with 10.

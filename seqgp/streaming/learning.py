@@ -78,7 +78,7 @@ def decide(stream: StreamState, num_new: int, learn: bool | None) -> Decision:
 
 
 @torch.no_grad()
-def leave_one_out(model: StreamModel, data: Observations) -> Tensor:
+def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Tensor:
     r"""``n`` log predictive densities of observations at hand, each given all others.
 
     An observation's site :math:`(\lambda_i, \beta_i)` is one on what the inducing points know of
@@ -89,6 +89,7 @@ def leave_one_out(model: StreamModel, data: Observations) -> Tensor:
     Args:
         model: A model that has learnt the observations.
         data: The observations, as the strategy sees them.
+        counts: ``n``, how often each of them is part of the posterior.
     """
     strategy = model.variational_strategy
     sites, variance = strategy.sites(data, likelihood=model.likelihood)
@@ -96,8 +97,8 @@ def leave_one_out(model: StreamModel, data: Observations) -> Tensor:
     state = strategy.state()
     _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
     known = (variance - unexplained).clamp_min(0)
-    share = (1 - sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
-    mean = prior_mean + (mean - prior_mean - known * sites.lam) / share
+    share = (1 - counts * sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
+    mean = prior_mean + (mean - prior_mean - counts * known * sites.lam) / share
     variance = unexplained + known / share
     if strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
@@ -114,9 +115,11 @@ def stream_densities(model: StreamModel) -> Tensor:
         Densities, summed over outputs, times how many observations of the stream each stands for,
         relative to the mean of that; missing ones are zero.
     """
-    density = leave_one_out(model, model.transformed(model.stream.observations)).nan_to_num(0.0)
+    stream = model.stream
+    density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
+    density = density.nan_to_num(0.0)
     density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
-    weights = model.stream.represents
+    weights = stream.represents
     return density * weights / weights.mean()
 
 

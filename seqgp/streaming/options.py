@@ -27,7 +27,7 @@ class UpdateOptions:
         inducing: What becomes of the inducing points before learning, a rule or its name; ``None``
             for the default.
         max_inducing: Their largest number; ``None`` for the model's.
-        discount: Factor for what the summary held before.
+        discount: Factor for all that was learnt before, or ``"auto"``.
         site_steps: The largest number of passes over the data for each convergence of the sites.
     """
 
@@ -39,7 +39,7 @@ class UpdateOptions:
     learning_rate: float = 0.01
     inducing: str | InducingPointRule | None = None
     max_inducing: int | None = None
-    discount: float = 1.0
+    discount: float | str = 1.0
     site_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class UpdateOptions:
             _check_whole(name, getattr(self, name), least)
         for name in ("tol", "learning_rate", "discount"):
             value = getattr(self, name)
-            if name == "tol" and value is None:
+            if (name == "tol" and value is None) or (name == "discount" and value == "auto"):
                 continue
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected a number, got {value!r}.")
-        if not 0 <= self.discount <= 1:
+        if not isinstance(self.discount, str) and not 0 <= self.discount <= 1:
             raise ValueError(f"discount: expected a number in [0, 1], got {self.discount}.")
         if self.tol is not None and not (self.tol >= 0 and math.isfinite(self.tol)):
             raise ValueError(f"tol: expected at least zero, got {self.tol}.")

@@ -172,10 +172,10 @@ class PseudoLikelihood(UpdateRule):
     ) -> None:
         """Fold what is not kept, and let the posterior follow if that changes it."""
         unseen = unseen_classes(model) if self.bounds_new_classes else None
-        changed = fold_all_but(model, batch.data, kept, sites, options.discount, unseen)
-        # What is folded keeps its sites, so the posterior stays, unless old data fade or the
-        # memory counts for what has been folded.
-        if changed or options.discount != 1 or model.stream.replay:
+        changed = fold_all_but(model, batch.data, kept, sites, unseen)
+        # What is folded keeps its sites, so the posterior stays, unless the memory counts for what
+        # has been folded.
+        if changed or model.stream.replay:
             steps = options.site_steps
             model.refresh(max_steps=None if steps is None else -(-steps // 2))  # it is not far
 
@@ -185,7 +185,6 @@ def fold_all_but(
     data: Observations,
     kept: Tensor,
     sites: Sites,
-    discount: float,
     unseen: Tensor | None,
 ) -> bool:
     """Fold what is not kept into the summary, with its sites, but for those of new classes.
@@ -199,7 +198,6 @@ def fold_all_but(
         data: All of its observations, as the strategy sees them.
         kept: Indices of those to keep.
         sites: The sites of all.
-        discount: Factor for what the summary held before.
         unseen: ``c``, which classes nobody has seen yet.
 
     Returns:
@@ -207,14 +205,15 @@ def fold_all_but(
         precision, which cannot be folded and have been cut off.
     """
     n, strategy = len(data), model.variational_strategy
-    if len(kept) < n or discount != 1.0:
+    if len(kept) < n:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
         index = gone.argsort(stable=True)[len(kept) :]  # without asking the device
         if unseen is not None:
             sites, _ = strategy.sites(data, likelihood=model.likelihood, unseen=unseen)
+        weights = model.stream.fade if model.stream.fades else None
         strategy.fold(
-            data, sites=sites, likelihood=model.likelihood, discount=discount, index=index
+            replace(data, weights=weights), sites=sites, likelihood=model.likelihood, index=index
         )
     model.stream = model.stream.select(kept)
     bounded = unseen is not None and len(kept) < n
@@ -262,7 +261,7 @@ def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
     strategy, stream = model.variational_strategy, model.stream
     if not len(data) or not strategy.has_summary:
         return None
-    others = (stream.represents - 1) * stream.summary_share
+    others = (stream.represents - 1) * stream.fade * stream.summary_share
     if summary_noise(model.likelihood) is not None:
         return others
     sites, _ = strategy.sites(data, likelihood=model.likelihood)

@@ -20,6 +20,9 @@ class StreamState:
         represents: ``n``, how many observations of the stream each of these stands for: the inverse
             of the probability that it was kept.
         importance: ``n``, how much the memory's policy prefers each of these, set when it came.
+        fade: ``n``, how much each of these still counts in a stream that drifts.
+        fades: Whether any of these counts less than once.
+        drift: The evidence for each of several discounts, see `seqgp.streaming.drift`.
         num_seen: How many observations have been learnt, including those it no longer holds.
         num_updates: How many updates there have been.
         rule: The name of the rule by which the stream is learnt.
@@ -35,6 +38,7 @@ class StreamState:
     observations: Observations
     represents: Tensor
     importance: Tensor
+    fade: Tensor
     num_seen: int
     num_updates: int = 0
     rule: str = "pseudo-likelihood"
@@ -42,6 +46,8 @@ class StreamState:
     replay: float = 0.0
     learned_at: int = 0
     restarted_at: int = 0
+    fades: bool = False
+    drift: tuple[float, ...] = ()
     initial: dict[str, Tensor] = field(default_factory=dict)
     moments: Tensor | None = None
 
@@ -50,7 +56,7 @@ class StreamState:
         """The state of a model that has been built with some observations."""
         n = len(observations)
         one = observations.inputs.new_ones(n)
-        return cls(observations, one, one, n)
+        return cls(observations, one, one, one, n)
 
     def append(self, new: Observations) -> StreamState:
         """With more observations at hand, none of which counts as seen yet."""
@@ -60,6 +66,7 @@ class StreamState:
             observations=self.observations.append(new),
             represents=torch.cat([self.represents, one]),
             importance=torch.cat([self.importance, one]),
+            fade=torch.cat([self.fade, one]),
         )
 
     def select(self, index: Tensor) -> StreamState:
@@ -69,6 +76,7 @@ class StreamState:
             observations=self.observations.select(index),
             represents=self.represents[index],
             importance=self.importance[index],
+            fade=self.fade[index],
         )
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> StreamState:
@@ -78,6 +86,7 @@ class StreamState:
             observations=self.observations.to(convert),
             represents=convert(self.represents),
             importance=convert(self.importance),
+            fade=convert(self.fade),
             moments=None if self.moments is None else convert(self.moments),
             initial={name: convert(value) for name, value in self.initial.items()},
         )
@@ -85,7 +94,9 @@ class StreamState:
     @property
     def weights(self) -> Tensor | None:
         """``n``, how often each observation at hand counts; ``None`` for once."""
-        return None if not self.replay else 1 + self.replay * (self.represents - 1)
+        if not self.replay:
+            return self.fade if self.fades else None
+        return self.fade * (1 + self.replay * (self.represents - 1))
 
     @property
     def summary_share(self) -> float:

@@ -23,6 +23,7 @@ from seqgp.likelihoods.discrete import OrdinalLikelihood
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.streaming.draft import adopt, draft_of
+from seqgp.streaming.drift import choose_discount, fade
 from seqgp.streaming.inducing_points import (
     Candidates,
     Cluster,
@@ -81,6 +82,8 @@ class UpdateRecord:
             NaN if there were none.
         steps: Evaluations of the objective for hyperparameters.
         decision: Why hyperparameters were learnt or not, and what came of it.
+        discount: The factor for what was learnt before. With ``discount="auto"``, one below 1 says
+            that the stream has changed.
         num_new: How many observations were new.
         num_memory: How many are in the memory now.
         memory_gained: How many of the new ones are.
@@ -94,6 +97,7 @@ class UpdateRecord:
     log_density: float
     steps: int
     decision: str
+    discount: float
     num_new: int
     num_memory: int
     memory_gained: int
@@ -160,6 +164,7 @@ def update(
         log_density=log_density,
         steps=parts.steps,
         decision=parts.decision,
+        discount=parts.discount,
         num_new=num_new,
         num_memory=len(parts.kept),
         memory_gained=gained,
@@ -177,6 +182,7 @@ class _Parts(NamedTuple):
     bound: Tensor
     steps: int
     decision: str
+    discount: float
     kept: Tensor
 
 
@@ -200,6 +206,9 @@ def _learn(
     note_classes(model)
     data = model.transformed(model.stream.observations)
     density = _density(model, data, num_new)
+    factor = _discount(model, data, num_old, options)
+    if factor != 1:
+        fade(model, num_old, factor)
     if model.standardizes_by_default and rule.follows_scale and not model.batch_shape:
         note_scale(model, new)
         if decision.learn:
@@ -246,7 +255,20 @@ def _learn(
     if not (decision.learn or strategy.has_summary):
         strategy.state()  # so that the first prediction finds it
     reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
-    return _Parts(density, learned.bound, learned.steps, reason, choice.kept)
+    return _Parts(density, learned.bound, learned.steps, reason, factor, choice.kept)
+
+
+def _discount(
+    model: StreamModel, data: Observations, num_old: int, options: UpdateOptions
+) -> float:
+    """How much all that was learnt before counts from now on."""
+    if not isinstance(options.discount, str):
+        return options.discount
+    old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
+    stream = model.stream
+    factor, evidence = choose_discount(model, new, old, stream.fade[:num_old], stream.drift)
+    model.stream = replace(model.stream, drift=evidence)
+    return factor
 
 
 def _weighed(

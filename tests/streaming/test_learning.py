@@ -44,7 +44,8 @@ def test_leave_one_out(name: str) -> None:
     Z = X[:8]
     options = {"likelihood_arguments": arguments} if arguments else {}
     model = make_model(name, X, Y, Z, **options)
-    found = leave_one_out(model, model.transformed(model.stream.observations))
+    held = model.transformed(model.stream.observations)
+    found = leave_one_out(model, held, torch.ones(len(held)))
     for i in (0, 7, 20):
         rest = torch.arange(len(X)) != i
         own = {k: v[rest] for k, v in arguments.items()}

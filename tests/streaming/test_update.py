@@ -488,10 +488,10 @@ def test_an_empty_batch_beside_an_empty_memory(name: str, learn: bool) -> None:
             torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
 
 
-def test_classes_fade_while_all_are_remembered() -> None:
+def test_new_observations_do_not_fade() -> None:
     X, Y, _ = make_data("softmax")
     models = [make_model("softmax", X[:0], Y[:0], X[:8]) for _ in range(2)]
-    models[0].update(X, Y, learn=False, discount=0.9)  # nothing has been folded that could fade
+    models[0].update(X, Y, learn=False, discount=0.9)  # there is nothing old
     models[1].update(X, Y, learn=False)
     assert_same_posterior(*models)
 

@@ -343,7 +343,7 @@ def checked_criteria(
             "model.subset_output."
         )
     link = _link_of(model)
-    check_inputs(locations, model.train_inputs[0].shape[-1], name)
+    check_inputs(locations, model.stream.observations.inputs.shape[-1], name)
     if locations.dim() != 2 or len(locations) == 0:
         raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
     criteria = [criterion] if isinstance(criterion, str) else list(criterion)

@@ -75,7 +75,7 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known", "_leaves", "_floating"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at"),
 }
 _NUMBER = int | float
 
@@ -502,6 +502,8 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     strategy: DualVariationalStrategy = model.variational_strategy
     strategy.clear_cache()
     strategy.observed = None
+    if isinstance(model, SequentialGP):
+        model.note_hyperparameters()
     if content["observed"] is not None:
         fields = {key: rebuild(value) for key, value in content["observed"].items()}
         sites = Sites(fields["lam"], fields["beta"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,13 +23,14 @@ from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     FixedNoiseGaussianLikelihood,
+    GaussianLikelihoodWithMissingObs,
     Likelihood,
 )
 from gpytorch.means import ConstantMean, Mean
 from gpytorch.priors import NormalPrior
 from torch import Tensor
 
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
 from seqgp.validation import (
@@ -36,7 +38,9 @@ from seqgp.validation import (
     check_inputs,
     check_instance,
     check_targets,
+    check_tensor,
     check_Y,
+    is_whole,
     one_hot_hint,
 )
 
@@ -59,6 +63,7 @@ class Parts(NamedTuple):
         num_outputs: The number of outputs.
         batch_shape: Of the duals, without latents.
         has_output_dim: Whether the last batch dimension is that of the outputs.
+        input_transform: The input transform, whose statistics are frozen.
         outcome_transform: The outcome transform, which has learnt its statistics.
         standardizes_by_default: Whether it is the default one.
     """
@@ -72,6 +77,7 @@ class Parts(NamedTuple):
     num_outputs: int
     batch_shape: torch.Size
     has_output_dim: bool
+    input_transform: InputTransform | None
     outcome_transform: OutcomeTransform | None
     standardizes_by_default: bool
 
@@ -137,6 +143,7 @@ def assemble(
             train_Y, train_Yvar = transform_observations(
                 outcomes, train_Y, train_Yvar, at, coefficients
             )
+            _check_statistics(outcomes)
     m, batch_shape = train_Y.shape[-1], points.shape[:-2]
     aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
     Y, noise = _to_targets(train_Y), None if train_Yvar is None else _to_targets(train_Yvar)
@@ -170,20 +177,13 @@ def assemble(
         m > 1,
     )
     if covar_module is None:
-        # Neither missing targets nor functionals say anything about the scale of the function.
-        if has_closed_form(likelihood) and coefficients is None and len(observations):
-            validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
+        _check_scaling(X, train_Y, train_Yvar, likelihood, coefficients is not None)
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
     Z = choose_inducing_points(X, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
-    if input_transform is not None:
-        # Frozen: Z and the past live in the transformed space.
-        for transform in input_transform.modules():
-            if isinstance(transform, AffineInputTransform):
-                transform.learn_coefficients = False
     if mean_module is None:
         # Labels of one kind say that they are likely, not that they are certain.
         prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
@@ -198,9 +198,49 @@ def assemble(
         m if latents is None else latents,
         aug_batch_shape,
         m > 1,
+        None if input_transform is None else _frozen(input_transform),
         outcomes,
         is_default and outcomes is not None,
     )
+
+
+def _check_scaling(
+    X: Tensor, Y: Tensor, Yvar: Tensor | None, likelihood: Likelihood, functionals: bool
+) -> None:
+    """BoTorch's warnings about data for which its default priors are not meant.
+
+    Inputs are looked at for every likelihood; observations if they should be standardised.
+    """
+    if not X.shape[-2]:
+        return
+    scaled = is_real_valued(likelihood) and not functionals
+    if isinstance(likelihood, GaussianLikelihoodWithMissingObs) or not scaled:
+        Y, Yvar = X.new_zeros(1, 1), None  # which are standardised: a single one, and zero
+    validate_input_scaling(train_X=X, train_Y=Y, train_Yvar=Yvar)
+
+
+def _frozen(transform: InputTransform) -> InputTransform:
+    """A transform with frozen statistics: inducing points and the past are in its space.
+
+    It is a copy, so that the caller's can go on learning them. Parameters are shared, so that the
+    caller sees what a fit makes of them.
+    """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in transform.parameters()}
+    result: InputTransform = copy.deepcopy(transform, shared)
+    for module in result.modules():
+        if isinstance(module, AffineInputTransform):
+            module.learn_coefficients = False
+    return result
+
+
+def _check_statistics(transform: OutcomeTransform) -> None:
+    """Raise if observations are too large for what a transform learns from them."""
+    for statistics in transform.buffers():
+        if not bool(statistics.isfinite().all()):
+            raise ValueError(
+                f"train_Y: its mean or its standard deviation overflows in {statistics.dtype}; "
+                "scale the observations."
+            )
 
 
 def _no_observations(
@@ -223,7 +263,7 @@ def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | N
             f"train_Yvar: expected noise variances, got a {type(train_Yvar).__name__}; pass it as "
             "likelihood=."
         )
-    check_instance(train_Yvar, Tensor, "train_Yvar")
+    check_tensor(train_Yvar, "train_Yvar")
     if train_Yvar.shape != train_Y.shape:
         raise ValueError(
             f"train_Yvar: expected the shape of train_Y, {tuple(train_Y.shape)}, got "
@@ -320,7 +360,7 @@ def _observations(
             f"into what {type(likelihood).__name__} cannot observe; observations that are not "
             "real numbers are not transformed: leave it out."
         ) from error
-    return checked.to(torch.clone)
+    return checked.to(lambda tensor: tensor.detach().clone())
 
 
 def choose_inducing_points(
@@ -344,7 +384,7 @@ def choose_inducing_points(
                 f"{tuple(inducing_points.shape)}."
             )
         return inducing_points
-    if inducing_points is not None and not isinstance(inducing_points, int):
+    if inducing_points is not None and not is_whole(inducing_points):
         raise TypeError(
             f"inducing_points: expected a tensor or a whole number, got {inducing_points!r:.50}."
         )

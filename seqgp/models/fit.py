@@ -18,9 +18,10 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.traits import precision_floor
+from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
-from seqgp.streaming.model import StreamModel
+from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, turning_back
 from seqgp.variational.state import fixed_sites
@@ -39,18 +40,8 @@ ROUND_TOLERANCE = 0.1
 EPOCH_TOLERANCE = 1e-4
 
 
-class FittedModel(StreamModel, Protocol):
-    """What a fit needs of a model beyond what an update does."""
-
-    @property
-    def num_data(self) -> int:
-        """How many observations the model holds."""
-        ...
-
-    @property
-    def inducing_points_cover_data(self) -> bool:
-        """Whether the inducing points are the inputs."""
-        ...
+class FittedModel(DataModel, Protocol):
+    """What a fit needs of a model beyond what others do."""
 
     def choose_inducing_points(self, number: int) -> Tensor:
         """Inducing points for the present kernel."""
@@ -105,6 +96,13 @@ def fit(
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
     model.check_not_fantasy()
+    check_count(batch_size, "batch_size")
+    check_count(epochs, "epochs")
+    check_count(rounds, "rounds", optional=False)
+    check_number(learning_rate, "learning_rate")
+    check_number(rho, "rho")
+    check_step_size(rho)
+    check_flag(progress, "progress")
     if closure is not None:
         mll = _fit_fallback_approximate(
             mll,
@@ -135,6 +133,34 @@ def fit(
     return mll.eval()
 
 
+def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
+    """The negative objective per observation at the training data, the sites converged.
+
+    Args:
+        model: The model.
+        mll: As for `fit`.
+
+    Returns:
+        A tensor of the batch shape of the model.
+    """
+    model.check_not_fantasy()
+    if isinstance(mll, _ApproximateMarginalLogLikelihood) and not isinstance(mll, DualELBO):
+        model.refresh()
+        data = model.stream.observations
+        value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
+        return -value
+    dual = mll if isinstance(mll, DualELBO) else DualELBO(mll.likelihood, model)
+    bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
+    return -dual.with_priors(bound, max(model.num_data, 1))
+
+
+def _is_exact(model: FittedModel) -> bool:
+    """Whether the bound can be computed as that of inducing points at all inputs."""
+    if not model.inducing_points_cover_data or model.variational_strategy.has_summary:
+        return False
+    return precision_floor(model.likelihood) == 0.0
+
+
 def _fit_full_batch(
     model: FittedModel,
     mll: _ApproximateMarginalLogLikelihood,
@@ -154,9 +180,7 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
-    exact = (
-        covers and dual and not strategy.has_summary and precision_floor(model.likelihood) == 0.0
-    )
+    exact = dual and _is_exact(model)
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
     sites: Sites | None = None
 

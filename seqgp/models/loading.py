@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from botorch.exceptions.warnings import BotorchWarning
@@ -19,11 +19,9 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
 from seqgp.models.outcomes import transform_observations, untransform_observations
+from seqgp.models.protocol import DataModel
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.variational.state import TENSORS
-
-if TYPE_CHECKING:
-    from seqgp.models.sequential_gp import SequentialGP
 
 #: The names of what belongs to the variational strategy begin with this.
 _STRATEGY = "variational_strategy."
@@ -33,7 +31,7 @@ _GAIN = 0.1
 
 @torch.no_grad()
 def load_state(
-    model: SequentialGP,
+    model: DataModel,
     state: Mapping[str, Any],
     strict: bool = True,
     keep_transforms: bool = True,
@@ -70,6 +68,7 @@ def load_state(
         model.to(like)
     adopt(model, draft)
     _set_fixed_noise(model)
+    model.note_hyperparameters()
 
 
 def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:
@@ -97,7 +96,7 @@ def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:
         raise RuntimeError("state_dict: inducing points are not finite. The model is unchanged.")
 
 
-def _check_summary(model: SequentialGP, saved: Mapping[str, Tensor]) -> None:
+def _check_summary(model: DataModel, saved: Mapping[str, Tensor]) -> None:
     """Raise if the state is that of a stream whose past this model does not know."""
     count, own = saved.get("summary_count"), model.variational_strategy.summary_count
     if count is not None and bool(count.any()):
@@ -116,11 +115,12 @@ def _check_summary(model: SequentialGP, saved: Mapping[str, Tensor]) -> None:
         )
 
 
-def _load_modules(draft: SequentialGP, state: Mapping[str, Any], strict: bool) -> None:
+def _load_modules(draft: DataModel, state: Mapping[str, Any], strict: bool) -> None:
     """Everything but the strategy, which is optional: the posterior is computed anew."""
     known = {_STRATEGY + name for name in draft.variational_strategy.state_dict()}
     modules = {name: value for name, value in state.items() if name not in known}
-    missing, unexpected = torch.nn.Module.load_state_dict(draft, modules, strict=False)
+    module: Any = draft
+    missing, unexpected = torch.nn.Module.load_state_dict(module, modules, strict=False)
     missing = [name for name in missing if name not in known]
     if strict and (missing or unexpected):
         raise RuntimeError(
@@ -134,14 +134,14 @@ def _load_modules(draft: SequentialGP, state: Mapping[str, Any], strict: bool) -
 # -------------------------------------------------------------------- transforms
 
 
-def _transforms(model: SequentialGP) -> dict[str, Tensor]:
+def _transforms(model: DataModel) -> dict[str, Tensor]:
     """The tensors of the transforms by name, copied."""
     parts = ("input_transform.", "outcome_transform.")
     return {k: v.clone() for k, v in model.state_dict().items() if k.startswith(parts)}
 
 
 def _check_transforms(
-    model: SequentialGP, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    model: DataModel, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> None:
     """Raise if transforms would change that a summary has been made with."""
     if not model.variational_strategy.has_summary:
@@ -155,7 +155,7 @@ def _check_transforms(
             )
 
 
-def _raw_observations(draft: SequentialGP) -> tuple[Tensor, Tensor | None] | None:
+def _raw_observations(draft: DataModel) -> tuple[Tensor, Tensor | None] | None:
     """Targets and noise variances before the outcome transform; ``None`` if there is none."""
     transform = getattr(draft, "outcome_transform", None)
     if transform is None:
@@ -182,7 +182,7 @@ def _raw_observations(draft: SequentialGP) -> tuple[Tensor, Tensor | None] | Non
         return None
 
 
-def _transform_again(draft: SequentialGP, Y: Tensor, noise: Tensor | None) -> None:
+def _transform_again(draft: DataModel, Y: Tensor, noise: Tensor | None) -> None:
     """Give a draft its observations as the transform that it has now makes them."""
     held = draft.stream.observations
     X = draft.transform_train_inputs(held.points)
@@ -195,7 +195,7 @@ def _transform_again(draft: SequentialGP, Y: Tensor, noise: Tensor | None) -> No
     _set_fixed_noise(draft)
 
 
-def _set_fixed_noise(model: SequentialGP) -> None:
+def _set_fixed_noise(model: DataModel) -> None:
     """The noise that a likelihood holds for its data is that of the observations."""
     noise = model.stream.observations.arguments.get("noise")
     if noise is not None and isinstance(model.likelihood, FixedNoiseGaussianLikelihood):
@@ -205,7 +205,7 @@ def _set_fixed_noise(model: SequentialGP) -> None:
 # -------------------------------------------------------------------- inducing points
 
 
-def _choose_inducing_points(draft: SequentialGP, saved: Mapping[str, Tensor], covers: bool) -> None:
+def _choose_inducing_points(draft: DataModel, saved: Mapping[str, Tensor], covers: bool) -> None:
     """Converge a draft with inducing points for the data that it holds.
 
     They are its inputs, if they were before. Otherwise they are those of the state; unless the
@@ -242,7 +242,7 @@ def _choose_inducing_points(draft: SequentialGP, saved: Mapping[str, Tensor], co
         draft.refresh()
 
 
-def _start_from(draft: SequentialGP, tensors: Mapping[str, Tensor]) -> None:
+def _start_from(draft: DataModel, tensors: Mapping[str, Tensor]) -> None:
     """Converge a draft from a state of the same inputs; if it has converged, it stays as it is."""
     strategy = draft.variational_strategy
     strategy.set_tensors(tensors)

@@ -38,11 +38,18 @@ from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
-from seqgp.models.fit import fit
+from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
+from seqgp.models.train_mode import TrainingMarginals
+from seqgp.models.training_data import (
+    train_inputs,
+    train_targets,
+    untransformed_inputs,
+)
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.inducing_points import InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
@@ -59,10 +66,15 @@ from seqgp.streaming.update import (
 )
 from seqgp.validation import (
     check_arguments,
+    check_bound,
+    check_finite,
+    check_flag,
     check_input_shape,
     check_inputs,
     check_instance,
+    check_noise,
     check_points,
+    check_steps,
     check_targets,
     check_tensor,
     check_Y,
@@ -84,9 +96,20 @@ _UPDATE_OPTIONS = (
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
-    A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
-    start: the sites are converged at the initial hyperparameters; `fit_gpytorch_mll` with a
-    `DualELBO` learns the hyperparameters.
+    It takes the place of `SingleTaskGP`, whose arguments come first, and has its defaults: kernel,
+    priors, noise, `Standardize`. With Gaussian observations and an inducing point at each input,
+    which is the default up to a thousand of them, its posterior at equal hyperparameters is that of
+    `SingleTaskGP`, and so are its loss in BoTorch's fitting routines, conditioned models, training
+    data and leave-one-out predictions. Differences:
+
+    * The posterior is converged at the initial hyperparameters, and again when a prediction finds
+      that hyperparameters, noise or the input transform have been set.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
+      loop of your own only the former works: in train mode the model returns its posterior, where
+      an exact GP returns its prior.
+    * Statistics of transforms are those of the first data, also along a stream.
+    * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
+      so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
     Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
     as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of
@@ -154,6 +177,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     fits_inducing_points: bool
     #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
     standardizes_by_default: bool
+    #: Inputs that the model has been conditioned on, each ``... x q x d``, as they were given.
+    conditioned_inputs: tuple[Tensor, ...] = ()
+    #: The hyperparameters and transforms that the posterior belongs to.
+    settled_at: tuple[Tensor, ...] = ()
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
@@ -189,6 +216,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             coefficients,
             num_outputs,
         )
+        if learn_inducing_points is not None:
+            check_flag(learn_inducing_points, "learn_inducing_points")
         self.has_output_dim = parts.has_output_dim
         super().__init__(
             DualVariationalStrategy(
@@ -202,8 +231,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
-        if input_transform is not None:
-            self.input_transform = input_transform
+        if parts.input_transform is not None:
+            self.input_transform = parts.input_transform
         if parts.outcome_transform is not None:
             self.outcome_transform = parts.outcome_transform
         self.standardizes_by_default = parts.standardizes_by_default
@@ -218,27 +247,48 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         note_classes(self)
         self.to(train_X)
         self.eval()
-        self.refresh()
+        check_bound(self.refresh(), "train_Y")
 
     # ---------------------------------------------------------------- data
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
-        """The inputs that the model holds, ``batch_shape x n x d``, as they were given."""
-        return (self.stream.observations.inputs,)
+        """A copy of the inputs, ``batch_shape x n x d``, with those that were conditioned on.
+
+        They are as they were given in train mode, for ``model(*model.train_inputs)``, and in eval
+        mode as BoTorch's models have them: transformed, and ``batch_shape x m x n x d`` if there
+        are several outputs.
+        """
+        X = train_inputs(self, raw=self.training)
+        if self.has_output_dim and not self.training:
+            X = X.unsqueeze(-3).expand(*X.shape[:-2], self.num_outputs, *X.shape[-2:])
+        return (X,)
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        self.set_train_data(inputs=inputs[0], strict=False)
+        X = inputs[0][..., 0, :, :] if self.has_output_dim and not self.training else inputs[0]
+        self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
     def train_targets(self) -> Tensor:
-        """``batch_shape [x m] x n``, the transformed targets that the model holds."""
-        return self.stream.observations.targets
+        """A copy of the transformed targets, ``batch_shape [x m] x n``, as for `train_inputs`.
+
+        Warns if the model no longer holds all that it has learnt from; see `memory`.
+        """
+        return train_targets(self)
 
     @train_targets.setter
     def train_targets(self, targets: Tensor) -> None:
         self.set_train_data(targets=targets, strict=False)
+
+    @property
+    def _has_transformed_inputs(self) -> bool:  # type: ignore[override]
+        # BoTorch asks for it where it needs inputs as they were given.
+        return not self.training and hasattr(self, "input_transform")
+
+    @property
+    def _original_train_inputs(self) -> Tensor:  # type: ignore[override]
+        return train_inputs(self, raw=True)
 
     @property
     def likelihood_arguments(self) -> dict[str, Tensor]:
@@ -296,6 +346,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
+        X = self.in_precision(X.detach())
         points = X if coefficients is None else X[..., 0, :]
         check_input_shape(points, self.num_inputs, "X")
         if points.shape[:-2] != self.batch_shape:
@@ -312,13 +363,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if Y.shape[-2]:
             check_not_held(self.likelihood, arguments)
         arguments = self._per_point(arguments, Y.shape)
+        arguments = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         held = self.stream.observations
         if noise is not None and len(held) and "noise" not in held.arguments:
             raise ValueError(
                 "noise: only a model that has been built with train_Yvar takes the noise "
                 "variances of Gaussian observations."
             )
-        X, Y = X.detach().to(held.inputs.dtype), Y.detach().to(held.inputs.dtype)
+        Y = self.in_precision(Y.detach())
         noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
@@ -384,6 +436,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         X = self.transformed(self.stream.observations).points
         return Z.shape[-2:] == X.shape[-2:] and bool((Z == X).all())
 
+    def in_precision(self, values: Tensor) -> Tensor:
+        """Numbers in the precision of the model: transforms take on that of what they see."""
+        return values.to(self.variational_strategy.inducing_points.dtype)
+
+    def transform_inputs(self, X: Tensor, input_transform: torch.nn.Module | None = None) -> Tensor:
+        """Inputs as the model sees them.
+
+        Args:
+            X: ``... x n x d`` inputs.
+            input_transform: Another transform than that of the model.
+        """
+        X = self.in_precision(X)
+        if input_transform is not None:
+            return super().transform_inputs(X, input_transform)
+        transform = getattr(self, "input_transform", None)
+        return X if transform is None else transform(X)
+
     def transform_train_inputs(self, X: Tensor) -> Tensor:
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
@@ -397,6 +466,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
         check_points(X, None if one_to_many else self.num_inputs, "X")
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
         X_tf = self.transform_inputs(X)
         dim = self.variational_strategy.inducing_points.shape[-1]
         if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
@@ -474,7 +548,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         if self.training:
             inputs = self.transform_inputs(inputs)
-        return super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
+        f = super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
+        return TrainingMarginals.of(f) if self.training and not prior else f
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
@@ -517,6 +592,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(((probability > 0.5) == (latent.mean > 0)).all())
             True
         """
+        if not isinstance(observation_noise, bool | Tensor):
+            raise TypeError(
+                "observation_noise: expected True, False, or a tensor of noise variances, got "
+                f"{observation_noise!r:.50}."
+            )
         check_arguments(
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
@@ -576,7 +656,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
         shape = torch.Size([*f.batch_shape, *f.event_shape])
         if isinstance(noise, Tensor):
-            return {"noise": self.to_targets(noise).expand(shape)}
+            columns = self.to_columns(f.mean).shape
+            check_noise(noise, columns, "observation_noise")
+            return {"noise": self.to_targets(self.in_precision(noise)).expand(shape)}
         if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             return {"noise": self._mean_noise().expand(shape)}
         return {}
@@ -586,6 +668,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         noise = self.stream.observations.arguments.get("noise")
         if noise is None or noise.shape[-1] == 0:
             noise = self.likelihood.noise_covar.noise
+        if noise.shape[-1] == 0:
+            raise ValueError(
+                "noise: without observations that of new ones is not known; pass its variances, "
+                "noise= of condition_on_observations or observation_noise= of others."
+            )
         return noise.mean(-1, keepdim=True)
 
     # ---------------------------------------------------------------- learning
@@ -657,6 +744,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             The bound of all that is known, of the batch shape of the model.
         """
         self.check_not_fantasy()
+        check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
         with step_limit(max_steps) as limit:
@@ -668,9 +756,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 summary_share=stream.summary_share,
                 start=start,
             )
+        self.note_hyperparameters()
         if not strategy.has_summary:
             return info.elbo
         return info.elbo + strategy.log_summary_constant(self.likelihood, stream.summary_share)
+
+    def note_hyperparameters(self) -> None:
+        """Note that the posterior belongs to the present hyperparameters and transforms."""
+        self.settled_at = (values_of(self),)
 
     def bound(
         self,
@@ -724,6 +817,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Transformed inputs, transformed targets and arguments of the training data."""
         data = self.transformed(self.stream.observations)
         return data.inputs, data.targets, dict(data.arguments)
+
+    def compute_custom_loss(self, mll: MarginalLogLikelihood) -> Tensor:
+        """BoTorch's hook for losses: what `fit_gpytorch_mll_scipy` and others minimise.
+
+        Args:
+            mll: The objective; as for `fit_gpytorch_mll`.
+        """
+        return loss(self, mll)
 
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.models.fit.fit` for the options."""
@@ -861,7 +962,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
-        return update(self, X, Y, noise, arguments, mode, options)
+        record = update(self, X, Y, noise, arguments, mode, options)
+        self.note_hyperparameters()
+        return record
 
     def update_stream(
         self,
@@ -935,6 +1038,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             True
         """
         forget(self, self.checked(X, Y, noise, arguments))
+        self.note_hyperparameters()
 
     @property
     def memory(self) -> Remembered:
@@ -975,6 +1079,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Returns:
             A tensor of the shape of the targets.
         """
+        check_tensor(X, "X")
+        X = self.in_precision(X)
         check_inputs(X, self.num_inputs, "X")
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
@@ -1069,10 +1175,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         check_points(X, self.num_inputs, "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
+        check_steps(kwargs.get("tol", 0.0), kwargs.get("max_steps"))
+        check_flag(kwargs.get("fixed_inducing", False), "fixed_inducing")
+        X = self.in_precision(X)
         X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
-            Y, _ = self.outcome_transform(Y, X=X_tf)
+            Y, _ = self.outcome_transform(self.in_precision(Y), X=X_tf)
         kwargs = self._per_point(kwargs, Y.shape)
         if noise is not None:
             if noise.shape[-2:] != Y.shape[-2:]:
@@ -1084,9 +1193,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             mean_noise = self._mean_noise()
             kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
         with renamed(inputs="X", targets="Y"):
-            return self.variational_strategy.get_fantasy_model(
+            model: SequentialGP = self.variational_strategy.get_fantasy_model(
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
+        model.conditioned_inputs = (*self.conditioned_inputs, X.detach())
+        return model
 
     def fantasize(
         self,
@@ -1126,6 +1237,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
         check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
+        X = self.in_precision(X)
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
@@ -1150,8 +1262,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        inputs = self.with_outputs(self._observed_at(inputs))
-        return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
+        check_points(inputs, self.num_inputs, "inputs")
+        inputs = self.in_precision(inputs)
+        model: SequentialGP = self.variational_strategy.get_fantasy_model(
+            self.with_outputs(self._observed_at(inputs)), targets, **kwargs
+        )
+        model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
+        return model
 
     # ---------------------------------------------------------------- housekeeping
 
@@ -1184,6 +1301,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model = copy.deepcopy(self)
         select_outputs(model, idcs)
         model._num_outputs = len(idcs)
+        model.note_hyperparameters()
         return model
 
     def load_state_dict(  # type: ignore[override]
@@ -1231,13 +1349,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         strategy.replace_likelihood(likelihood, self.likelihood)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
-        probe = self.train_targets.detach()[..., :0]
+        probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
         if converts and self.variational_strategy.is_fantasy:
             self._unshare()
         self.stream = self.stream.to(fn)
-        return super()._apply(fn, *args, **kwargs)
+        self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
+        super()._apply(fn, *args, **kwargs)
+        if self.settled_at:
+            self.note_hyperparameters()
+        return self
 
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.

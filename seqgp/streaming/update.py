@@ -7,6 +7,7 @@ summary, learns hyperparameters, chooses what to remember and folds the rest.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from seqgp.streaming.rules import (
 )
 from seqgp.streaming.standardization import note_scale, restandardize
 from seqgp.streaming.state import StreamState
-from seqgp.validation import renamed
+from seqgp.validation import check_bound, renamed
 
 #: Rules of learning by their short names.
 RULES: dict[str, Callable[[], UpdateRule]] = {
@@ -156,6 +157,8 @@ def update(
     draft = draft_of(model, decision.learn)
     parts = _learn(draft, new, rule, options, memory, decision)
     elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
+    if not math.isfinite(elbo):
+        check_bound(parts.bound, "Y")
     num_old, num_new = len(model.stream.observations), len(new)
     gained = int((parts.kept >= num_old).sum())
     adopt(model, draft)

@@ -314,10 +314,11 @@ def test_modes(name: str) -> None:
         assert_close(trained.variance.unsqueeze(-1), expected.variance)
     else:
         assert_close(trained.mean, expected.mean)
+    assert torch.equal(model.train_inputs[0], data(name).X)
     posterior = model.posterior(X)
     assert not model.training
     assert_same(posterior, expected, tol=1e-12)
-    assert torch.equal(model.train_inputs[0], data(name).X)
+    assert torch.equal(model.train_inputs[0], model.input_transform(data(name).X))
 
 
 # -------------------------------------------------------------------- construct_inputs

@@ -190,12 +190,10 @@ def test_targets_are_stored_transformed_and_inputs_raw() -> None:
     model = SequentialGP(
         X, positive(X), input_transform=Normalize(2), outcome_transform=Standardize(1)
     )
-    assert torch.equal(model.train_inputs[0], X)
+    assert torch.equal(model.stream.observations.inputs, X)
     assert_close(model.train_targets.mean(), torch.zeros(()))
     assert_close(model.train_targets.std(), torch.ones(()))
-    assert torch.equal(
-        model.variational_strategy.inducing_points, model.input_transform(model.train_inputs[0])
-    )
+    assert torch.equal(model.variational_strategy.inducing_points, model.input_transform(X))
 
 
 def test_noise_variances_are_transformed() -> None:

@@ -164,7 +164,7 @@ def test_order_does_not_matter_for_gaussian_observations() -> None:
 def test_folding_leaves_the_bound_but_for_unexplained_variances() -> None:
     """The summary leaves out the trace term of Titsias' bound, as it should."""
     streamed, batch = stream("gaussian", NOTHING, [30]), at_once("gaussian")
-    X = batch.train_inputs[0]
+    X = batch.stream.observations.inputs
     batch.train()
     prior = batch.forward(X).variance
     strategy = batch.variational_strategy
@@ -253,7 +253,7 @@ def test_the_memory_stands_for_the_unexplained_variance_of_others(name: str, mov
     assert (stands_for > 0).all()
     with torch.no_grad():
         difference = model.bound(tol=1e-10, stands_for=stands_for)[0] - model.bound(tol=1e-10)[0]
-        X, kernel = model.train_inputs[0][:4], model.covar_module
+        X, kernel = model.stream.observations.inputs[:4], model.covar_module
         K = kernel(S).to_dense()
         K = K + 1e-8 * K.diagonal().diag()
         cross = kernel(S, X).to_dense()
@@ -353,7 +353,7 @@ def test_record() -> None:
     assert (record.num_new, record.num_memory, record.num_inducing) == (20, 7, 8)
     assert record.memory_gained - record.memory_lost == 7 - 10
     assert record.elbo == pytest.approx(float(at_once("gaussian").bound()[0].detach()), abs=1e-6)
-    assert len(model.train_targets) == 7
+    assert len(model.stream.observations.targets) == 7
     assert float(model.variational_strategy.summary_count) == 23
 
 
@@ -408,7 +408,7 @@ def test_a_failed_update_leaves_no_trace(change: Any, error: Any, message: str |
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert all(torch.equal(a, b) for a, b in zip(predictions, moments(model), strict=True))
-    assert len(model.train_targets) == 10
+    assert len(model.stream.observations.targets) == 10
     assert not model.training
 
 
@@ -619,7 +619,7 @@ def test_weights_stay_with_their_observations() -> None:
     }
     assert (model.memory_weights >= 1).all()
     gone = model.memory.inputs[3:6]
-    model.forget(gone, model.train_targets[3:6].unsqueeze(-1))
+    model.forget(gone, model.stream.observations.targets[3:6].unsqueeze(-1))
     assert len(model.memory_weights) == model.num_data == 12
     for x, weight in zip(model.memory.inputs, model.memory_weights, strict=True):
         assert weights[tuple(x.tolist())] == weight
@@ -679,7 +679,7 @@ def test_a_stream_with_arguments_of_its_own() -> None:
         records = model.update_stream(batches, steps=2, memory=EVERYTHING, progress=False)
     assert [record.steps > 0 for record in records] == [True] * 3
     assert torch.equal(model.likelihood_arguments["total_count"], totals)
-    assert model.train_inputs[0].dtype == torch.float64
+    assert model.stream.observations.inputs.dtype == torch.float64
     model.forget(X[:4].float(), Y[:4], total_count=totals[:4])
     assert model.num_seen == 26
 

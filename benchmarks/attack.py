@@ -338,7 +338,12 @@ def numerics(name: str, dtype: str, quick: bool) -> dict[str, Any]:
             if kind == torch.float32:
                 exact, _ = one_case(*case, dtype=torch.float64)
                 error = float((mean.double() - exact).abs().max() / variance**0.5)
-                worst = max(worst, error if name == "gaussian" else 0.0)
+                # Little noise, or inputs far away for their lengthscale, are more than seven digits
+                # can resolve; others have iterations of their own.
+                resolved = noise >= 1e-2 and offset <= 1e4 * lengthscale
+                if name == "gaussian":
+                    worst = max(worst, error if resolved else 0.0)
+                    assert error < (1e-3 if resolved else 1e-2), f"error {error:.1e}"
     return tally.result(**({"worst": worst} if kind == torch.float32 else {}))
 
 

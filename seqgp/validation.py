@@ -519,7 +519,7 @@ def check_finite(tensor: Tensor, name: str, dim: int = -2, hint: str = ".") -> N
         tensor: The numbers.
         name: What to call them in the error.
         dim: The dimension along which observations come one after the other.
-        hint: The end of the error.
+        hint: The end of the error: what to do.
     """
     if not tensor.is_floating_point():
         return

@@ -422,7 +422,7 @@ class _History:
         gram: Any = 0.0
         product: Any = 0.0
         dims = self.batch_dims
-        sizes = _sizes(target, dims)
+        sizes = _sizes(state, target, dims)
         for i, (s, t) in enumerate(zip(state, target, strict=True)):
             scale = sizes[i].unsqueeze(-1)
             changes = torch.stack([r[i].flatten(dims) for _, r, _ in self.steps], -2)
@@ -459,21 +459,24 @@ def _size(tensor: Tensor, batch_dims: int) -> Tensor:
     return size.clamp_min(torch.finfo(tensor.dtype).tiny)
 
 
-def _sizes(pair: Pair, batch_dims: int) -> tuple[Tensor, Tensor]:
+def _sizes(state: Pair, target: Pair, batch_dims: int) -> tuple[Tensor, Tensor]:
     """What a change of each of the pair is compared with, for each member of the batch.
 
-    The largest element, or for natural means the root of the largest precision if that is more:
-    natural means may cancel, as those of as many ones as zeros at the same input do.
+    The largest element before or after (labels of which a state is too certain have sites that
+    vanish), or for natural means the root of the largest precision if that is more: they may
+    cancel, as those of as many ones as zeros at the same input do.
     """
-    lam, precision = pair
-    size = _size(precision, batch_dims)
-    return torch.maximum(_size(lam, batch_dims), size.sqrt()), size
+    lam, precision = (
+        torch.maximum(_size(s, batch_dims), _size(t, batch_dims))
+        for s, t in zip(state, target, strict=True)
+    )
+    return torch.maximum(lam, precision.sqrt()), precision
 
 
 def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
     """Largest change of any element relative to its `_sizes`, per member of the batch."""
     residual = torch.zeros_like(bound)
-    for s, t, size in zip(state, target, _sizes(target, bound.dim()), strict=True):
+    for s, t, size in zip(state, target, _sizes(state, target, bound.dim()), strict=True):
         if t.numel():
             change = (t - s).abs().amax(tuple(range(bound.dim(), t.dim())))
             residual = torch.maximum(residual, change / size)
@@ -483,7 +486,7 @@ def _relative_change(state: Pair, target: Pair, bound: Tensor) -> Tensor:
 def _secant(state: Pair, target: Pair, trial: Pair, trial_target: Pair, rhos: Tensor) -> Tensor:
     """The step size that the residuals before and after a step suggest; at least a quarter."""
     square, product = torch.zeros_like(rhos), torch.zeros_like(rhos)
-    sizes = _sizes(target, rhos.dim())
+    sizes = _sizes(state, target, rhos.dim())
     for s, t, new_s, new_t, size in zip(state, target, trial, trial_target, sizes, strict=True):
         dims = tuple(range(rhos.dim(), t.dim()))
         scale = align(size, t)

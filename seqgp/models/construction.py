@@ -177,7 +177,8 @@ def assemble(
         m > 1,
     )
     if covar_module is None:
-        _check_scaling(X, train_Y, train_Yvar, likelihood, coefficients is not None)
+        if len(observations):
+            _check_scaling(X, train_Y, train_Yvar, likelihood, coefficients is not None)
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
@@ -202,6 +203,19 @@ def assemble(
         outcomes,
         is_default and outcomes is not None,
     )
+
+
+def _no_observations(
+    points: Tensor,
+    likelihood: Likelihood | None,
+    coefficients: Tensor | None,
+    num_outputs: int | None,
+) -> Tensor:
+    """``... x 0 x m`` targets of a model that is built before anything has been observed."""
+    if coefficients is not None:
+        raise ValueError("train_Y: expected observations of the functionals, got None.")
+    one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
+    return points.new_zeros(*points.shape[:-1], 1 if one else num_outputs or 1)
 
 
 def _check_scaling(
@@ -241,19 +255,6 @@ def _check_statistics(transform: OutcomeTransform) -> None:
                 f"train_Y: its mean or its standard deviation overflows in {statistics.dtype}; "
                 "scale the observations."
             )
-
-
-def _no_observations(
-    points: Tensor,
-    likelihood: Likelihood | None,
-    coefficients: Tensor | None,
-    num_outputs: int | None,
-) -> Tensor:
-    """``... x 0 x m`` targets of a model that is built before anything has been observed."""
-    if coefficients is not None:
-        raise ValueError("train_Y: expected observations of the functionals, got None.")
-    one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
-    return points.new_zeros(*points.shape[:-1], 1 if one else num_outputs or 1)
 
 
 def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:

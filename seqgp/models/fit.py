@@ -265,6 +265,9 @@ def _fit_minibatches(
 ) -> None:
     data, n = model.stream.observations, model.num_data
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
+    Z = model.variational_strategy.inducing_points
+    if moves and isinstance(Z, torch.nn.Parameter):
+        Z.requires_grad_(True)
     parameters, bounds = get_parameters_and_bounds(
         mll,
         name_filter=None if moves else lambda name: "inducing_points" not in name,

@@ -228,6 +228,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 batch_shape=parts.batch_shape,
             )
         )
+        if learn_inducing_points is None:
+            # Fits and updates know what to do with them; other optimisers leave them alone.
+            self.variational_strategy.inducing_points.requires_grad_(False)
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
@@ -253,20 +256,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
-        """A copy of the inputs, ``batch_shape x n x d``, with those that were conditioned on.
+        """A copy of the inputs, ``batch_shape [x m] x n x d``, with those that were conditioned on.
 
-        They are as they were given in train mode, for ``model(*model.train_inputs)``, and in eval
-        mode as BoTorch's models have them: transformed, and ``batch_shape x m x n x d`` if there
-        are several outputs.
+        They are as they were given in train mode, and transformed in eval mode. With several
+        outputs they are repeated for each. All this is as in BoTorch.
         """
-        X = train_inputs(self, raw=self.training)
-        if self.has_output_dim and not self.training:
-            X = X.unsqueeze(-3).expand(*X.shape[:-2], self.num_outputs, *X.shape[-2:])
-        return (X,)
+        return (self.repeated_for_outputs(train_inputs(self, raw=self.training)),)
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        X = inputs[0][..., 0, :, :] if self.has_output_dim and not self.training else inputs[0]
+        X = self.shared_by_outputs(inputs[0])
         self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
@@ -288,7 +287,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def _original_train_inputs(self) -> Tensor:  # type: ignore[override]
-        return train_inputs(self, raw=True)
+        return self.repeated_for_outputs(train_inputs(self, raw=True))
 
     @property
     def likelihood_arguments(self) -> dict[str, Tensor]:
@@ -458,19 +457,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
 
-    def _predicted_at(self, X: Tensor) -> Tensor:
-        """Raw inputs of predictions, checked, as the strategy sees them in eval mode.
+    def _check_predicted_at(self, X: Tensor) -> None:
+        """Raise unless predictions can be made at raw inputs.
 
         A one-to-many transform makes several points of each, and may add inputs that are not the
         user's to choose (`AppendFeatures`).
         """
         one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
         check_points(X, None if one_to_many else self.num_inputs, "X")
-        finite, current = is_finite_and_current(self, X)
-        if not finite:
-            check_finite(X, "X")
-        if not current:
-            catch_up(self)
+
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions as the strategy sees them in eval mode."""
         X_tf = self.transform_inputs(X)
         dim = self.variational_strategy.inducing_points.shape[-1]
         if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
@@ -512,6 +509,27 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             for key, value in arguments.items()
         }
 
+    def repeated_for_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs ``... x n x d`` as BoTorch shows them, ``... [x m] x n x d``."""
+        if not self.has_output_dim:
+            return X
+        dim = -3 if self.stream.observations.coefficients is None else -4
+        X = X.unsqueeze(dim)
+        return X.expand(*X.shape[:dim], self.num_outputs, *X.shape[dim + 1 :])
+
+    def shared_by_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs, which may be `repeated_for_outputs`, as the model holds them."""
+        held, dim = self.stream.observations, -3
+        if held.coefficients is not None:
+            dim = -4
+        repeated = X.dim() == held.inputs.dim() + 1 and X.shape[dim] == self.num_outputs
+        if not (self.has_output_dim and repeated):
+            return X
+        first = X.select(dim, 0)
+        if not torch.equal(X, first.unsqueeze(dim).expand_as(X)):
+            raise ValueError("inputs: the outputs share their inputs, got others for each.")
+        return first
+
     def with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
         return X.unsqueeze(-3) if self.has_output_dim else X
@@ -538,7 +556,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -547,7 +565,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(inputs)
+            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
         f = super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
         return TrainingMarginals.of(f) if self.training and not prior else f
 
@@ -612,10 +630,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        if not self.has_output_dim and isinstance(X, Tensor):
+        self._check_predicted_at(X)
+        X = self.in_precision(X)
+        if not self.has_output_dim:
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
         X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)
@@ -841,6 +866,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             strict: Whether shapes must be those of the present data.
         """
         held = self.stream.observations
+        inputs = None if inputs is None else self.shared_by_outputs(inputs)
         for name, new, old in (
             ("inputs", inputs, held.inputs),
             ("targets", targets, held.targets),

@@ -10,12 +10,13 @@ import warnings
 import torch
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.models.protocol import DataModel
 from seqgp.observations import concatenate
 
 
 def train_inputs(model: DataModel, raw: bool) -> Tensor:
-    """``... x n x d`` inputs, with those that the model has been conditioned on; a copy.
+    """``batch_shape x n x d`` inputs, with those that the model was conditioned on; a copy.
 
     Of functionals, ``... x n x J x d``: without those that the model has been conditioned on.
 
@@ -34,9 +35,11 @@ def train_inputs(model: DataModel, raw: bool) -> Tensor:
     if raw:
         for X in model.conditioned_inputs:
             held = concatenate(held, X, -2)
-        return held
-    points = observed.data.points.detach()
-    return concatenate(held, points.squeeze(-3) if model.has_output_dim else points, -2)
+    else:
+        points = observed.data.points.detach()
+        held = concatenate(held, points.squeeze(-3) if model.has_output_dim else points, -2)
+    # Fantasies of the same points differ in their targets only.
+    return held.expand(*broadcast_shapes(held.shape[:-2], model.batch_shape), *held.shape[-2:])
 
 
 def train_targets(model: DataModel) -> Tensor:

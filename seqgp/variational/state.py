@@ -23,6 +23,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from seqgp.dual import (
     Basis,
@@ -458,6 +460,8 @@ class DualState(_VariationalStrategy):
         if leaves is not None:
             prior = self.model.forward(self.inducing_points)
             return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
+        if self.training:
+            _check_prior_is_a_function(self.model)
         self.settle()
         detached = not self.training and settings.detach_test_caches.on()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
@@ -697,6 +701,18 @@ class DualState(_VariationalStrategy):
         summary = rebase_summary(rebase_summary(self.summary, state.basis), basis)
         self.store(moved(state.duals, basis), state._replace(chol=chol), summary=summary)
         return jitter
+
+
+def _check_prior_is_a_function(model: Module) -> None:
+    """Raise if the prior depends on the batch or on chance: blocks of it would not fit together."""
+    for module in _prior_modules(model):
+        if module.training and isinstance(module, _BatchNorm | _DropoutNd):
+            raise RuntimeError(
+                f"In train mode {type(module).__name__} makes the prior depend on the batch or on "
+                "chance, and a DualVariationalStrategy cannot follow it. In a training loop, make "
+                "an optimiser `ngd = seqgp.DualNGD(model, num_data, lr=0.1)` beside that of the "
+                "hyperparameters; otherwise use eval mode."
+            )
 
 
 def _refuse(_: Tensor) -> None:

@@ -447,3 +447,15 @@ def test_subset_with_a_batch_of_zero_means(batch_shape: tuple[int, ...], idcs: l
     part = model.subset_output(idcs).posterior(test)
     assert_close(part.mean, model.posterior(test).mean[..., idcs])
     assert_close(part.variance, model.posterior(test).variance[..., idcs])
+
+
+def test_training_inputs_are_repeated_for_outputs() -> None:
+    """As BoTorch has them, and it can be given them again."""
+    ours, exact = pair(outputs=2)
+    assert_close(ours.train_inputs[0], exact.train_inputs[0])
+    X = ours.train_inputs[0][:, :4]
+    assert_close(ours.train()(X).mean, ours.train()(X[0]).mean)
+    ours.set_train_data(X, ours.train_targets[:, :4], strict=False)
+    assert ours.num_data == 4
+    with pytest.raises(ValueError, match="the outputs share their inputs"):
+        ours.set_train_data(torch.stack([X[0], X[1] + 1]), strict=False)

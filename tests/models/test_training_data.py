@@ -161,12 +161,12 @@ def test_proximal() -> None:
 
 
 def test_inputs_of_several_outputs() -> None:
-    """In eval mode they come once for each output, which BoTorch's functions rely on."""
+    """They come once for each output, which BoTorch's functions rely on."""
     ours, exact = pair(outputs=2, input_transform=Normalize(2))
     assert_close(ours.train_inputs[0], exact.train_inputs[0], 1e-14)
     ours.train_inputs = ours.train_inputs
     assert ours.stream.observations.inputs.shape == (12, 2)
-    assert ours.train().train_inputs[0].shape == (12, 2)
+    assert ours.train().train_inputs[0].shape == (2, 12, 2)
     values, X = [], make_inputs(3, 1, 2)
     for model in (ours.eval(), exact):
         first = ScalarizedPosteriorTransform(torch.tensor([1.0, 0.5]))
@@ -207,11 +207,11 @@ def test_fantasies_show_what_they_were_conditioned_on(outputs: int) -> None:
     ours, exact = pair(outputs=outputs)
     candidates = make_inputs(4, 2, 2).requires_grad_()
     model = ours.fantasize(candidates, SobolQMCNormalSampler(torch.Size([3]), seed=0))
-    given = model._original_train_inputs
-    assert given.shape == (4, 14, 2)
-    assert_close(given[:, 12:], candidates)
-    assert not model.train_inputs[0].requires_grad
     shape = torch.Size([outputs]) if outputs > 1 else EMPTY
+    assert model.train_inputs[0].shape == (3, 4, *shape, 14, 2)
+    known = candidates if outputs == 1 else candidates.unsqueeze(1)
+    assert_close(model.train_inputs[0][..., 12:, :], known.expand(3, 4, *shape, 2, 2))
+    assert not model.train_inputs[0].requires_grad
     assert model.train_targets.shape == (3, 4, *shape, 14)
     assert_close(model.train_targets[..., :12], exact.train_targets.expand(3, 4, *shape, 12))
 

@@ -489,12 +489,27 @@ def test_a_loop_that_would_learn_nothing_is_refused(name: str) -> None:
     before = state_of(process)
     mll = objective(lik, process, num_data=40)
     x = make_inputs(10, 2)
-    loss = -mll(process.train()(x), targets(name, x))
+
+    def step() -> None:
+        (-mll(process.train()(x), targets(name, x))).backward()
+
     with pytest.raises(RuntimeError, match=r"seqgp\.DualNGD\(model, num_data, lr=0\.1\)"):
-        loss.backward()
+        step()
     for key, value in process.state_dict().items():
         if "dual" in key or "reference" in key:
             assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "dropout"])
+def test_priors_that_are_no_functions_are_learnt_in_loops_only(name: str) -> None:
+    """Blocks that were evaluated one after the other would not belong to one prior."""
+    model, likelihood, x = LOOPS[name][0](ours), GaussianLikelihood(), make_inputs(10, 2)
+    y = targets("plain", x)
+    with pytest.raises(RuntimeError, match=r"(BatchNorm1d|Dropout) makes the prior depend"):
+        model.variational_strategy.converge(x, y, likelihood)
+    with pytest.raises(RuntimeError, match="DualNGD"):
+        model(x)
+    assert model.eval().variational_strategy.converge(x, y, likelihood).converged
 
 
 def test_a_loop_on_a_sequential_gp_is_refused() -> None:

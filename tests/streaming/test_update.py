@@ -268,6 +268,7 @@ def test_gradients_with_observations_that_stand_for_others() -> None:
     """With respect to inducing points and hyperparameters, by finite differences."""
     model = stream("gaussian", MemoryOptions(capacity=6), [30])
     model.variational_strategy.inducing_points.data += 0.02
+    model.variational_strategy.inducing_points.requires_grad_(True)
     stands_for = represented(model)
     model.bound(stands_for=stands_for)[0].backward()
     for parameter in model.parameters():
@@ -332,8 +333,9 @@ def test_learning_along_a_stream_finds_what_batch_learning_finds() -> None:
     batch = make_model("gaussian", X, Y, X[:20], learn_inducing_points=False)
     fit_gpytorch_mll(DualELBO(batch.likelihood, batch))
     streamed = make_model("gaussian", X[:0], Y[:0], X[:20], learn_inducing_points=False)
+    memory = MemoryOptions(capacity=30, policy="leverage")
     for x, y in zip(X.split(30), Y.split(30), strict=True):
-        record = streamed.update(x, y, memory=MemoryOptions(capacity=30))
+        record = streamed.update(x, y, memory=memory, learn=True, tol=0.01)
     noise, expected = streamed.likelihood.noise.item(), batch.likelihood.noise.item()
     assert noise == pytest.approx(expected, rel=0.05)
     grid = torch.linspace(0, 1, 50).unsqueeze(-1)

@@ -55,7 +55,9 @@ def slopes(y: float, mean: float, variance: float, noise: float | None) -> tuple
         return (y - mean) / total, -1 / total
     sign, scale = 2 * y - 1, math.sqrt(1 + variance)
     z = sign * mean / scale
-    ratio = math.exp(-0.5 * z * z - 0.5 * math.log(2 * math.pi) - log_ndtr(z))
+    # Far in the tail it is -z, but for less than rounding.
+    log_ratio = -0.5 * z * z - 0.5 * math.log(2 * math.pi) - log_ndtr(z) if z > -1e5 else 0.0
+    ratio = math.exp(log_ratio) if z > -1e5 else -z
     return sign * ratio / scale, -ratio * (z + ratio) / scale**2
 
 

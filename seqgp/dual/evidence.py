@@ -180,7 +180,9 @@ def _derivatives(
         # Latents that share a prior: one after the other, so that no copy of A for each is made.
         m, n = A.shape[-2:]
         A, cross = A.reshape(m, n), cross.reshape(m, n)
-        variance, lam, beta = (t.expand(*shape, n).reshape(-1, n) for t in (variance, lam, beta))
+        variance, lam, beta = (
+            t.expand(*shape, n).reshape(shape.numel(), n) for t in (variance, lam, beta)
+        )
         d_cross, rest = torch.zeros_like(A), []
         for v, l, b, own in zip(variance, lam, beta, common.of_each(shape), strict=True):
             d_own, *others = _derivatives(A, Block(cross, v, Sites(l, b)), own, wants_beta)

@@ -66,6 +66,7 @@ def fold(
     residual: Tensor,
     noise: Tensor | None,
     sign: int = 1,
+    weights: Tensor | None = None,
 ) -> Summary:
     """Add observations to a summary for good, or take them out again.
 
@@ -77,12 +78,14 @@ def fold(
         noise: ``... x 1`` or ``... x n`` noise variance of Gaussian observations, ``None`` for
             other likelihoods.
         sign: 1 to add, -1 to take out.
+        weights: ``n``, how often each observation counts; by default once.
     """
-    square, number = summary.square, summary.number + sign * (~residual.isnan()).sum(-1)
-    scale: Tensor | int = sign
+    count: Tensor | int = sign if weights is None else sign * weights
+    square, number = summary.square, summary.number + (count * ~residual.isnan()).sum(-1)
+    scale = count
     if noise is not None:
-        scale = sign * noise
-        square = square + sign * residual.square().nansum(-1)
+        scale = count * noise
+        square = square + (count * residual.square()).nansum(-1)
     sites = Sites(sites.lam * scale, (sites.beta * scale).expand_as(sites.lam))
     return Summary(add(summary.duals, tie(A, sites)), square, number)
 

@@ -21,11 +21,13 @@ from botorch.models.utils.inducing_point_allocators import (
 from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import (
+    BernoulliLikelihood,
     FixedNoiseGaussianLikelihood,
     GaussianLikelihoodWithMissingObs,
     Likelihood,
 )
 from gpytorch.means import ConstantMean, Mean
+from gpytorch.priors import NormalPrior
 from torch import Tensor
 
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
@@ -45,7 +47,7 @@ from seqgp.validation import (
 #: Up to this many inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
 #: Inducing points by default beyond that, and along a stream.
-STREAM_INDUCING = 200
+STREAM_INDUCING = 300
 
 
 class Parts(NamedTuple):
@@ -184,7 +186,9 @@ def assemble(
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
     if mean_module is None:
-        mean_module = ConstantMean(batch_shape=module_shape)
+        # Labels of one kind say that they are likely, not that they are certain.
+        prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
+        mean_module = ConstantMean(constant_prior=prior, batch_shape=module_shape)
     return Parts(
         observations,
         likelihood,

@@ -66,7 +66,7 @@ def select_outputs(model: SeveralOutputs, idcs: list[int]) -> None:
     model.stream = replace(model.stream, observations=_select_from_data(held, m, index))
     transform = getattr(model, "outcome_transform", None)
     if transform is not None:
-        model.outcome_transform = transform.subset_output(idcs)  # type: ignore[attr-defined]
+        model.outcome_transform = transform.subset_output(idcs)
     strategy.clear_cache()
 
 

@@ -40,7 +40,7 @@ from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
-from seqgp.models.outcomes import transform_observations
+from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
@@ -139,9 +139,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
-        learn_inducing_points: Whether fits and updates move them by gradient. By default updates
-            do, and fits choose them anew among the inputs as hyperparameters change, which is
-            faster and as accurate.
+        learn_inducing_points: ``True`` if fits and updates move them by gradient, ``False`` if they
+            stay where they are. By default they are chosen anew among the inputs as hyperparameters
+            change, which is faster than gradients and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
             ``train_Y``.
@@ -798,6 +798,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         stands_for: Tensor | None = None,
         max_steps: int | None = None,
         exact: bool = False,
+        with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
         """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
 
@@ -807,6 +808,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             stands_for: For how much of what was folded the first observations stand.
             max_steps: As for `refresh`.
             exact: The bound with inducing points at all inputs.
+            with_past: Whether the summary counts.
         """
         stream = self.stream
         data = replace(self.transformed(stream.observations), weights=stream.weights)
@@ -818,7 +820,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 tol=tol,
                 stands_for=stands_for,
                 max_steps=limit,
-                summary_share=stream.summary_share,
+                summary_share=stream.summary_share if with_past else 0.0,
                 exact=exact,
             )
 
@@ -881,10 +883,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             held.coefficients,
             has_outputs=self.has_output_dim,
         )
-        represents = self.stream.represents
+        stream = self.stream
+        represents, importance, fade = stream.represents, stream.importance, stream.fade
         if len(changed) != len(represents):
-            represents = represents.new_ones(len(changed))
-        self.stream = replace(self.stream, observations=changed, represents=represents)
+            represents = importance = fade = represents.new_ones(len(changed))
+        self.stream = replace(
+            self.stream,
+            observations=changed,
+            represents=represents,
+            importance=importance,
+            fade=fade,
+        )
 
     # ---------------------------------------------------------------- streaming
 
@@ -894,15 +903,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Y: Tensor,
         memory: MemoryOptions | int | None = None,
         noise: Tensor | None = None,
-        learn: bool = True,
+        learn: bool | None = None,
         mode: str | UpdateRule = "pseudo-likelihood",
         optimizer: str = "lbfgs",
         steps: int | None = None,
-        tol: float = 0.01,
+        tol: float | None = None,
         learning_rate: float = 0.01,
         inducing: str | InducingPointRule | None = None,
         max_inducing: int | None = None,
-        discount: float = 1.0,
+        discount: float | str = 1.0,
         site_steps: int | None = None,
         **arguments: Any,
     ) -> UpdateRecord:
@@ -918,27 +927,35 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 With ``coefficients=``, ``n' x J x d``.
             Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
-                model's ``memory_options``, 500 by leverage.
+                model's ``memory_options``, a uniform sample of 1,000 of all that there have been.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
-            learn: Whether to learn hyperparameters; without, the update only conditions.
+            learn: Whether to learn hyperparameters at this update. By default (``None``) when the
+                data have grown by a fifth since it was last done: often at first, ever more rarely
+                later. What was learnt is kept unless it predicts the observations at hand worse,
+                each left out in turn; the record says what was decided. With ``False``, the update
+                only conditions, and inducing points stay.
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
                 their tied duals, with the rest of the paper's rule (`seqgp.streaming.PaperRule`),
                 of which ``optimizer`` is part. A stream is learnt in one mode.
             optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
             steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
-            tol: L-BFGS stops when a step raises the bound by less than this, in nats.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats; by default
+                5e-5 for each observation.
             learning_rate: Adam's learning rate.
-            inducing: ``"adapt"`` adds or exchanges inducing points where new inputs are far from
-                them, ``"learn"`` moves them by gradient along with the hyperparameters, ``"both"``
-                does both, ``"cluster"`` makes them the centres of clusters of all inputs so far
-                (for inputs of many dimensions, where each is far from all others), ``"fixed"``
-                leaves them alone; or an `InducingPointRule` of your own. By default ``"fixed"`` if
-                nothing is learnt or the model was built with ``learn_inducing_points=False``, else
-                ``"both"``.
+            inducing: ``"adapt"`` has as many inducing points as the data need, so that they cost
+                the bound less than .005 nats an observation, and exchanges them when there is no
+                room for more. ``"learn"`` moves them by gradient along with the hyperparameters,
+                ``"both"`` does both. ``"cluster"`` makes them the centres of clusters of all inputs
+                so far (for inputs of many dimensions, where each is far from all others).
+                ``"fixed"`` leaves them alone. Or an `InducingPointRule` of your own. By default
+                ``"fixed"`` with ``learn=False`` or if the model was built with
+                ``learn_inducing_points=False``, ``"both"`` if with ``True``, else ``"adapt"``.
             max_inducing: Their largest number if they are adapted; by default what the model was
-                built with, or would have been had there been enough inputs.
-            discount: Factor for what the summary held before, for streams that drift.
+                built with, or 300.
+            discount: Factor for all that was learnt before, remembered or not, for streams that
+                drift. With ``"auto"`` there is a discount when the new batch is clearly more
+                probable with one; the record says which.
             site_steps: The largest number of passes over the data that each convergence of the
                 sites may take. By default as many as it takes, up to 100; thousands of observations
                 of many classes can do with 10.
@@ -1113,6 +1130,34 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f"targets: expected shape {' x '.join(map(str, shape))} (a row per output, if "
                 f"there are several), got {tuple(targets.shape)}."
             )
+
+    def log_target_scale(self) -> Tensor | None:
+        """``[m x] 1``, the log of how much larger observations are than stored targets.
+
+        ``None`` if that is the same, or depends on the observation.
+        """
+        if not hasattr(self, "outcome_transform"):
+            return None
+        inverse = affine(self.outcome_transform)
+        return None if inverse is None else self.to_targets(inverse.scale.log())
+
+    def hyperparameter_values(self) -> dict[str, Tensor]:
+        """Copies of all parameters that can be learnt, but for inducing points, by name."""
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad and not name.endswith("inducing_points")
+        }
+
+    def set_hyperparameters(self, values: dict[str, Tensor]) -> None:
+        """Give parameters other values, in place.
+
+        Args:
+            values: As `hyperparameter_values` returns them; there may be fewer.
+        """
+        for name, parameter in self.named_parameters():
+            if name in values:
+                parameter.data.copy_(values[name])
 
     def constrained_hyperparameters(self) -> dict[str, Tensor]:
         """All hyperparameters by name, with their constraints applied."""

@@ -7,9 +7,9 @@ own; the short names are those of `RULES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from botorch.models.utils.inducing_point_allocators import (
@@ -30,8 +30,11 @@ class Candidates(NamedTuple):
     Attributes:
         inputs: ``n x d`` transformed inputs: those that are remembered, then the new ones.
         represents: ``n``, for how many inputs of the stream each stands.
+        precision: ``n``, the precision of each observation's site, summed over latents.
         num_new: How many are new.
         num_seen: How many inputs came before those.
+        anew: Whether they may be chosen from scratch: nothing has been folded that is only known
+            at the present ones.
         kernel: The present kernel; if it is a batch, its first member decides.
         max_points: The largest number of inducing points.
         allocator: A BoTorch allocator that the model was given, if any.
@@ -40,8 +43,10 @@ class Candidates(NamedTuple):
 
     inputs: Tensor
     represents: Tensor
+    precision: Tensor
     num_new: int
     num_seen: int
+    anew: bool
     kernel: Kernel
     max_points: int
     allocator: InducingPointAllocator | None
@@ -53,9 +58,15 @@ class InducingPointRule(ABC):
 
     Attributes:
         moves: Whether they are also moved by gradient, along with the hyperparameters.
+        follows_kernel: Whether they are chosen again once hyperparameters have been learnt.
     """
 
     moves: bool = False
+    follows_kernel: ClassVar[bool] = False
+
+    def generous(self) -> InducingPointRule:
+        """The rule while hyperparameters are learnt, of which some may need more of them."""
+        return self
 
     @abstractmethod
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
@@ -84,28 +95,43 @@ class Keep(InducingPointRule):
 
 @dataclass(frozen=True)
 class Exchange(InducingPointRule):
-    """They are added and exchanged where inputs are far from them, see `choose_inducing_points`.
+    """As many as the data need: added, and then exchanged, see `choose_inducing_points`.
 
     Attributes:
         moves: Whether they are also moved by gradient.
-        tol: The fraction of unexplained variance that is tolerated.
+        tol: The loss that is tolerated, in nats for each observation.
         gain: How much an exchange has to bring.
     """
 
     moves: bool = False
-    tol: float = 0.1
+    tol: float = 0.005
     gain: float = 2.0
+    follows_kernel: ClassVar[bool] = True
+
+    def generous(self) -> InducingPointRule:
+        """As many as there may be."""
+        return replace(self, tol=0.0)
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
         """Fewer, more or others, as the inputs ask for."""
         inputs, kernel, limit = candidates.inputs, candidates.kernel, candidates.max_points
-        if len(Z) > limit:  # more than a stream can afford: the best of them, and of the inputs
+        if len(Z) > limit and not candidates.anew:  # the best of them, and of the inputs
             allocator = candidates.allocator or GreedyVarianceReduction()
             return allocator.allocate_inducing_points(
                 torch.cat([Z, inputs]), _first_kernel(kernel), limit, torch.Size()
             )
+        if not len(inputs):
+            return Z
         return choose_inducing_points(
-            Z, inputs, kernel, limit, candidates.allocator, self.tol, self.gain
+            Z[:0] if candidates.anew else Z,
+            inputs,
+            kernel,
+            limit,
+            candidates.precision,
+            candidates.represents,
+            candidates.allocator,
+            self.tol,
+            self.gain,
         )
 
 
@@ -219,35 +245,40 @@ def _first_kernel(kernel: Kernel) -> Kernel:
     return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
 
 
+@torch.no_grad()
 def choose_inducing_points(
     Z: Tensor,
     candidates: Tensor,
     kernel: Kernel,
     max_points: int,
+    precision: Tensor | None = None,
+    represents: Tensor | None = None,
     allocator: InducingPointAllocator | None = None,
-    tol: float = 0.1,
+    tol: float = 0.005,
     gain: float = 2.0,
 ) -> Tensor:
     r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
 
-    A candidate brings something new if the present points leave more of its variance unexplained
-    than is tolerated, :math:`k_{xx} - k_{xz} K_{zz}^{-1} k_{zx} > \tau s`. Here :math:`s`, the
-    largest semivariance :math:`\tfrac12 \operatorname{Var}[f(x) - f(z)]` between the two sets, is
-    the function's variance but for what all its values share. If none does, ``Z`` stays as it is.
-    Otherwise the worst explained candidate is added, again and again (a pivoted Cholesky
-    factorisation of the candidates given ``Z``), while there is room. Then it takes the place of
-    the most redundant point, that of which the others leave the least unexplained, as long as this
-    is ``gain`` times less than its own. Every exchange raises :math:`|K_{zz}|`: points do not come
-    and go.
+    Inducing points cost the bound :math:`\tfrac12 \sum_i n_i \beta_i r_i` nats, where
+    :math:`r_i = k_{ii} - k_{iz} K_{zz}^{-1} k_{zi}` is the variance that they leave unexplained at
+    a candidate, :math:`\beta_i` the precision of its site and :math:`n_i` the number of
+    observations that it stands for. If that is less than a tolerance for each observation, ``Z``
+    stays as it is. Otherwise the candidate that costs the most is added, again and again (a pivoted
+    Cholesky factorisation of the candidates given ``Z``), while there is room. Then it takes the
+    place of the most redundant point, that of which the others leave the least unexplained, as
+    long as this is ``gain`` times less than its own. Every exchange raises :math:`|K_{zz}|`: points
+    do not come and go.
 
     Args:
-        Z: ``m x d`` present inducing points.
+        Z: ``m x d`` present inducing points; there may be none.
         candidates: ``n x d`` inputs to choose from.
         kernel: The kernel; if it is a batch, its first member decides.
         max_points: The largest number of inducing points.
+        precision: ``n`` precisions of the sites; by default one.
+        represents: ``n``, how many observations each candidate stands for; by default one.
         allocator: A BoTorch allocator that chooses anew among old points and candidates when there
             is no room, instead of exchanges.
-        tol: The fraction :math:`\tau` of unexplained variance that is tolerated.
+        tol: The loss that is tolerated, in nats for each observation.
         gain: How much an exchange has to bring.
 
     Returns:
@@ -255,34 +286,44 @@ def choose_inducing_points(
     """
     if not len(candidates):
         return Z
-    with torch.no_grad():
-        prior = _first(kernel(candidates, diag=True), 1)
+    prior = _first(kernel(candidates, diag=True), 1)
+    beta = torch.ones_like(prior) if precision is None else precision.to(prior)
+    number = torch.ones_like(prior) if represents is None else represents.to(prior)
+    cost = 0.5 * number * beta
+    tolerated = tol * number.sum()
+    A, residual = prior.new_zeros(0, len(candidates)), prior.clone()
+    if len(Z):
         K = _first(to_dense(kernel(Z)), 2)
         cross = _first(to_dense(kernel(Z, candidates)), 2)
-        tolerated = tol * 0.5 * float((K.diagonal().unsqueeze(-1) + prior - 2 * cross).max())
         A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
-        residual = prior - A.square().sum(0)
-        chosen: list[int] = []
-        roots: list[Tensor] = []  # rows of the candidates' own pivoted Cholesky factor, given Z
-        while bool((residual > tolerated).any()):
-            if len(Z) + len(chosen) >= max_points:
-                Z = torch.cat([Z, candidates[chosen]])
-                if allocator is None:
-                    return _exchange(Z, candidates, kernel, prior, tolerated, gain)
-                union = torch.cat([Z, candidates])
-                number = min(max_points, len(union))
-                return allocator.allocate_inducing_points(
-                    union, _first_kernel(kernel), number, torch.Size()
-                )
-            pivot = int(residual.argmax())
-            row = _row(kernel, candidates, pivot) - A[:, pivot] @ A
-            for root in roots:
-                row = row - root[pivot] * root
-            root = row / row[pivot].sqrt()
-            residual = (residual - root.square()).clamp_min(0)
-            residual[pivot] = 0
-            roots.append(root)
-            chosen.append(pivot)
+        residual = (prior - A.square().sum(0)).clamp_min(0)
+    chosen: list[int] = []
+    roots = [A]  # rows of the Cholesky factor of the candidates, block by block
+    while bool((cost * residual).sum() > tolerated):
+        if len(Z) + len(chosen) >= max_points:
+            Z = torch.cat([Z, candidates[chosen]])
+            if allocator is None:
+                least = 2 * tolerated / (number * beta).sum()
+                return _exchange(Z, candidates, kernel, prior, float(least), gain)
+            union = torch.cat([Z, candidates])
+            return allocator.allocate_inducing_points(
+                union, _first_kernel(kernel), min(max_points, len(union)), torch.Size()
+            )
+        pivot = int((beta * residual).argmax())
+        if len(roots) == 33:  # products with a few large blocks are faster than with many rows
+            roots = [torch.cat(roots)]
+        row = _row(kernel, candidates, pivot)
+        for block in roots:
+            row = row - block[:, pivot] @ block
+        if not bool(row[pivot] > relative_jitter(Z.dtype) * prior[pivot]):
+            break  # what is left is rounding
+        root = row / row[pivot].sqrt()
+        residual = (residual - root.square()).clamp_min(0)
+        residual[pivot] = 0
+        roots.append(root.unsqueeze(0))
+        chosen.append(pivot)
+    if not len(Z) and not chosen:
+        chosen = [int((beta * residual).argmax())]
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
 
 

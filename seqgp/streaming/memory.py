@@ -7,13 +7,12 @@ observations, oldest first.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,59 +38,94 @@ class MemoryPolicy(ABC):
             generator: For draws, on the CPU.
         """
 
-    def inclusion(self, leverage: Tensor, size: int) -> Tensor:
-        """``n``, the probability of each observation to be chosen; by default the same for all.
 
-        Args:
-            leverage: ``n`` leverage scores.
-            size: How many are chosen.
-        """
-        return torch.full_like(leverage, size / max(len(leverage), 1))
+class SamplingPolicy(MemoryPolicy):
+    r"""Draws a sample of the whole stream that stands for all of it.
 
-
-class ByLeverage(MemoryPolicy):
-    """Draw without replacement, with probabilities proportional to the leverage scores."""
-
-    is_checked = False
-
-    def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Those with the largest of exponential keys (Efraimidis and Spirakis, 2006)."""
-        weights = _positive(leverage.double())
-        uniform = torch.rand(
-            len(weights), dtype=torch.float64, generator=generator, device=weights.device
-        )
-        keys = uniform.clamp_min(torch.finfo(torch.float64).tiny).log() / weights
-        return keys.topk(size).indices.sort().values
-
-    def inclusion(self, leverage: Tensor, size: int) -> Tensor:
-        r"""Probabilities to be among ``size`` that are drawn.
-
-        For successive draws without replacement, :math:`1 - \exp(-t h_i)` with the one
-        :math:`t` for which they add up to ``size`` (Rosen, 1972), found by bisection.
-
-        Args:
-            leverage: ``n`` leverage scores.
-            size: How many are chosen.
-        """
-        share = _positive(leverage.double()).cpu().numpy()
-        share = share / share.mean()
-        low, high = -40.0, 40.0  # log t
-        for _ in range(60):
-            middle = 0.5 * (low + high)
-            total = -np.expm1(-math.exp(middle) * share).sum()
-            low, high = (middle, high) if total < size else (low, middle)
-        return torch.from_numpy(-np.expm1(-math.exp(high) * share)).to(leverage)
-
-
-class AtRandom(MemoryPolicy):
-    """Draw without replacement, all alike."""
+    Each observation has an importance :math:`w_i`, set once, when it arrives. The sample is drawn
+    as in VarOpt (Cohen, Duffield, Kaplan, Lund and Thorup, 2009): with a threshold :math:`\tau`
+    that only grows, an observation is kept with probability :math:`\min(1, w_i / \tau)`, and then
+    stands for :math:`\max(1, \tau / w_i)` observations. Sums over the sample with these weights
+    are unbiased for sums over the stream, and the weights are bounded: they do not multiply from
+    update to update.
+    """
 
     is_checked = False
 
+    def importance(self, leverage: Tensor) -> Tensor:
+        """``n`` positive importances of new observations; by default all alike.
+
+        Args:
+            leverage: ``n`` leverage scores.
+        """
+        return torch.ones_like(leverage)
+
     def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """The first of a random permutation."""
-        order = torch.randperm(len(leverage), generator=generator, device=leverage.device)
-        return order[:size].sort().values
+        """A draw from observations that are all new."""
+        return draw(inclusion(self.importance(leverage), size), generator)
+
+
+class AtRandom(SamplingPolicy):
+    """A uniform sample of the stream."""
+
+
+class ByLeverage(SamplingPolicy):
+    """A sample of the stream that prefers observations of large leverage.
+
+    Half of the importance is shared evenly, so that an observation stands for at most twice as many
+    others as it would in a uniform sample. Scores count relative to those of the same batch: early
+    batches have large ones, only because nothing was known before.
+    """
+
+    def importance(self, leverage: Tensor) -> Tensor:
+        """One half, and half of the score relative to the mean score of the batch."""
+        mean = leverage.mean() if len(leverage) else 1.0
+        scores = leverage / mean if len(leverage) and bool(mean > 0) else torch.ones_like(leverage)
+        return 0.5 + 0.5 * scores
+
+
+def inclusion(sizes: Tensor, number: int) -> Tensor:
+    r"""Probabilities :math:`\min(1, s_i / \tau)` that add up to a given number.
+
+    Args:
+        sizes: ``n`` positive sizes.
+        number: What the probabilities add up to, if it is at most ``n``.
+    """
+    n = len(sizes)
+    if number >= n:
+        return torch.ones_like(sizes)
+    if number == 0:
+        return torch.zeros_like(sizes)
+    ordered = sizes.double().sort(descending=True).values
+    # With the k largest kept for certain, tau is the rest's sum over the rest of the places.
+    rest = ordered.flip(0).cumsum(0).flip(0)
+    places = number - torch.arange(n, device=sizes.device)
+    tau = rest[:number] / places[:number]
+    certain = int((ordered[:number] >= tau).sum())
+    tau_now = tau[min(certain, number - 1)]
+    return (sizes.double() / tau_now).clamp_max(1.0).to(sizes)
+
+
+def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
+    """Indices, in increasing order, of a sample with given inclusion probabilities.
+
+    Systematic sampling in random order: the size of the sample is the sum of the probabilities.
+
+    Args:
+        probability: ``n`` probabilities that add up to a whole number.
+        generator: On the CPU.
+    """
+    host = torch.device("cpu")
+    order = torch.randperm(len(probability), generator=generator, device=host)
+    start = torch.rand((), dtype=torch.float64, generator=generator, device=host)
+    upper = probability.detach().to(host, torch.float64)[order].cumsum(0)
+    total = round(float(upper[-1])) if len(upper) else 0
+    if len(upper):
+        upper[-1] = total  # but for rounding
+    # An observation is kept if one of the points start, start + 1, ... lies in its interval.
+    ticks = (upper - start).ceil().clamp(0, total)
+    kept = ticks.diff(prepend=torch.zeros_like(ticks[:1])) > 0
+    return order[kept].sort().values
 
 
 class MostRecent(MemoryPolicy):
@@ -119,11 +153,6 @@ class FunctionPolicy(MemoryPolicy):
         return self.function(leverage, size, generator)
 
 
-def _positive(leverage: Tensor) -> Tensor:
-    """Scores of zero, of points that taught nothing, may still fill an empty place."""
-    return leverage.clamp_min(leverage.max() * 1e-12 + torch.finfo(leverage.dtype).tiny)
-
-
 #: Policies by their short names.
 POLICIES: dict[str, MemoryPolicy] = {
     "leverage": ByLeverage(),
@@ -132,11 +161,31 @@ POLICIES: dict[str, MemoryPolicy] = {
 }
 
 
-def _ask(policy: MemoryPolicy, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
+class Choice(NamedTuple):
+    """What is kept of ``n`` observations.
+
+    Attributes:
+        kept: Indices, in increasing order.
+        inclusion: ``n``, the probability of each of the kept ones to be chosen.
+    """
+
+    kept: Tensor
+    inclusion: Tensor
+
+
+def _ask(
+    policy: MemoryPolicy, leverage: Tensor, sizes: Tensor, size: int, generator: torch.Generator
+) -> Choice:
     """What a policy chooses, which may be the user's own."""
+    if isinstance(policy, SamplingPolicy):
+        probability = inclusion(sizes, size)
+        return Choice(draw(probability, generator), probability)
+    if not size:
+        return Choice(torch.arange(0, device=leverage.device), torch.ones_like(leverage))
     chosen = policy.choose(leverage, size, generator)
+    alike = torch.full_like(leverage, min(size / max(len(leverage), 1), 1.0))
     if not policy.is_checked:
-        return chosen
+        return Choice(chosen, alike)
     if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.dtype != torch.long:
         raise TypeError(
             f"policy: expected a function that returns a tensor of indices, got {chosen!r:.80}."
@@ -147,7 +196,7 @@ def _ask(policy: MemoryPolicy, leverage: Tensor, size: int, generator: torch.Gen
             f"policy: expected at most {size} indices below {len(leverage)}, each once, got "
             f"{chosen.tolist()!r:.80}."
         )
-    return chosen.to(leverage.device)
+    return Choice(chosen.to(leverage.device), alike)
 
 
 def _is_number(value: object) -> bool:
@@ -192,17 +241,17 @@ class MemoryOptions:
         >>> import torch
         >>> from seqgp.streaming.memory import MemoryOptions
         >>> options = MemoryOptions(capacity=3, policy="recent")
-        >>> options.choose(torch.rand(10), num_new=4, update=0)
+        >>> options.choose(torch.rand(10), num_new=4, update=0).kept
         tensor([7, 8, 9])
         >>> def largest(leverage, size, generator):  # a policy of your own
         ...     return leverage.topk(size).indices.sort().values
-        >>> MemoryOptions(capacity=2, policy=largest).choose(torch.arange(5.0), 2, 0)
+        >>> MemoryOptions(capacity=2, policy=largest).choose(torch.arange(5.0), 2, 0).kept
         tensor([3, 4])
     """
 
-    capacity: int | float | None = 500
+    capacity: int | float | None = 1000
     per_update: int | None = None
-    policy: str | MemoryPolicy | PolicyFunction = "leverage"
+    policy: str | MemoryPolicy | PolicyFunction = "random"
     seed: int = 0
     replay: float = 0.0
     balance: bool = False
@@ -267,24 +316,6 @@ class MemoryOptions:
             return POLICIES.get(self.policy)
         return FunctionPolicy(self.policy)
 
-    def inclusion_of(self, leverage: Tensor, num_new: int, classes: Tensor | None = None) -> Tensor:
-        """How probable it was for each of ``n`` observations to be kept; arguments as `choose`."""
-        n, probability = len(leverage), torch.ones_like(leverage)
-        if self.balance and classes is not None:
-            for index, options, number in self._by_class(classes, num_new):
-                probability[index] = options.inclusion_of(leverage[index], number)
-            return probability
-        chooser, expected = self.chooser, float(n)
-        if chooser is None:
-            chooser = POLICIES["random"]
-        if self.per_update is not None and num_new > self.per_update:
-            new = slice(n - num_new, n)
-            probability[new] = chooser.inclusion(leverage[new], self.per_update)
-            expected += self.per_update - num_new
-        if self.capacity is not None and expected > self.capacity:
-            probability = probability * chooser.inclusion(leverage, int(self.capacity))
-        return probability.clamp_min(torch.finfo(leverage.dtype).tiny)
-
     def _by_class(
         self, classes: Tensor, num_new: int
     ) -> Iterator[tuple[Tensor, MemoryOptions, int]]:
@@ -307,36 +338,48 @@ class MemoryOptions:
             yield i, options, new[k]
 
     def choose(
-        self, leverage: Tensor, num_new: int, update: int, classes: Tensor | None = None
-    ) -> Tensor:
-        """Indices of the observations to keep.
+        self,
+        leverage: Tensor,
+        num_new: int,
+        update: int,
+        classes: Tensor | None = None,
+        sizes: Tensor | None = None,
+    ) -> Choice:
+        """The observations to keep.
 
         Args:
             leverage: ``n`` leverage scores, those of the ``num_new`` new observations last.
             num_new: How many are new.
             update: The number of the update, which with the seed determines the draws.
             classes: ``n`` classes, for a balance between them.
+            sizes: ``n``, importance times the number of observations that each stands for; by
+                default all alike.
         """
         n, device, policy = len(leverage), leverage.device, self.chooser
+        sizes = torch.ones_like(leverage) if sizes is None else sizes
+        probability = torch.ones_like(leverage)
         if self.balance and classes is not None and policy is not None:
-            chosen = [
-                index[options.choose(leverage[index], number, update)]
-                for index, options, number in self._by_class(classes, num_new)
-            ]
-            return torch.cat([*chosen, torch.arange(0, device=device)]).sort().values
+            parts = []
+            for index, options, number in self._by_class(classes, num_new):
+                part = options.choose(leverage[index], number, update, None, sizes[index])
+                parts.append(index[part.kept])
+                probability[index] = part.inclusion
+            empty = torch.arange(0, device=device)
+            return Choice(torch.cat([*parts, empty]).sort().values, probability)
         if policy is None or self.capacity == 0:
-            return torch.arange(0, device=device)
+            return Choice(torch.arange(0, device=device), probability)
         host = torch.device("cpu")
-        scores = leverage.detach().to(host)
+        scores, sizes = leverage.detach().to(host), sizes.detach().to(host)
         generator = torch.Generator(host).manual_seed(self.seed * 1_000_003 + update)
-        candidates = torch.arange(n, device=host)
+        kept, chance = torch.arange(n, device=host), torch.ones_like(scores)
         if self.per_update is not None and num_new > self.per_update:
             old = n - num_new
-            candidates = candidates[:old]
-            if self.per_update:
-                new = _ask(policy, scores[old:], self.per_update, generator)
-                candidates = torch.cat([candidates, old + new])
-        if self.capacity is not None and len(candidates) > self.capacity:
-            kept = _ask(policy, scores[candidates], int(self.capacity), generator)
-            candidates = candidates[kept]
-        return candidates.to(device)
+            new, own = _ask(policy, scores[old:], sizes[old:], self.per_update, generator)
+            chance[old:] = own.to(chance)
+            kept = torch.cat([kept[:old], old + new])
+        if self.capacity is not None and len(kept) > self.capacity:
+            left = sizes[kept] / chance[kept]
+            again, own = _ask(policy, scores[kept], left, int(self.capacity), generator)
+            chance[kept] = chance[kept] * own.to(chance)
+            kept = kept[again]
+        return Choice(kept.to(device), chance.to(leverage))

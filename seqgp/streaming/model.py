@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol, Self
 
 import torch
+from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
+from gpytorch.means import Mean
 from torch import Tensor
 
 from seqgp.dual import Sites
@@ -27,7 +29,15 @@ class StreamModel(Protocol):
     memory_options: MemoryOptions
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
+    #: Whether targets are standardised although the user has not asked for it.
+    standardizes_by_default: bool
+    #: Whether the user has said where the inducing points are.
+    keeps_inducing_points: bool
+    #: Whether they are moved by gradient.
+    fits_inducing_points: bool
     training: bool
+    outcome_transform: OutcomeTransform
+    mean_module: Mean
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -70,8 +80,21 @@ class StreamModel(Protocol):
         stands_for: Tensor | None = None,
         max_steps: int | None = None,
         exact: bool = False,
+        with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
         """The bound of stored observations and summary, maximised over q."""
+        ...
+
+    def log_target_scale(self) -> Tensor | None:
+        """``[m x] 1``, the log of how much larger observations are than stored targets."""
+        ...
+
+    def hyperparameter_values(self) -> dict[str, Tensor]:
+        """Copies of all parameters that can be learnt, but for inducing points, by name."""
+        ...
+
+    def set_hyperparameters(self, values: dict[str, Tensor]) -> None:
+        """Give parameters other values."""
         ...
 
     def constrained_hyperparameters(self) -> dict[str, Tensor]:

@@ -27,37 +27,39 @@ class UpdateOptions:
         inducing: What becomes of the inducing points before learning, a rule or its name; ``None``
             for the default.
         max_inducing: Their largest number; ``None`` for the model's.
-        discount: Factor for what the summary held before.
+        discount: Factor for all that was learnt before, or ``"auto"``.
         site_steps: The largest number of passes over the data for each convergence of the sites.
     """
 
     memory: MemoryOptions | int | None = None
-    learn: bool = True
+    learn: bool | None = None
     optimizer: str = "lbfgs"
     steps: int | None = None
-    tol: float = 0.01
+    tol: float | None = None
     learning_rate: float = 0.01
     inducing: str | InducingPointRule | None = None
     max_inducing: int | None = None
-    discount: float = 1.0
+    discount: float | str = 1.0
     site_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.memory is not None:
             object.__setattr__(self, "memory", MemoryOptions.of(self.memory))
-        if not isinstance(self.learn, bool):
-            raise TypeError(f"learn: expected True or False, got {self.learn!r}.")
+        if self.learn is not None and not isinstance(self.learn, bool):
+            raise TypeError(f"learn: expected True, False or None, got {self.learn!r}.")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: expected adam or lbfgs, got {self.optimizer!r}.")
         for name, least in (("steps", 0), ("site_steps", 1), ("max_inducing", 1)):
             _check_whole(name, getattr(self, name), least)
         for name in ("tol", "learning_rate", "discount"):
             value = getattr(self, name)
+            if (name == "tol" and value is None) or (name == "discount" and value == "auto"):
+                continue
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected a number, got {value!r}.")
-        if not 0 <= self.discount <= 1:
+        if not isinstance(self.discount, str) and not 0 <= self.discount <= 1:
             raise ValueError(f"discount: expected a number in [0, 1], got {self.discount}.")
-        if not (self.tol >= 0 and math.isfinite(self.tol)):
+        if self.tol is not None and not (self.tol >= 0 and math.isfinite(self.tol)):
             raise ValueError(f"tol: expected at least zero, got {self.tol}.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate: expected more than zero, got {self.learning_rate}.")

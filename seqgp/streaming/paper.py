@@ -44,10 +44,11 @@ from seqgp.likelihoods.expectations import expected_log_prob
 from seqgp.likelihoods.traits import is_conjugate, precision_floor, summary_noise
 from seqgp.observations import Observations
 from seqgp.streaming.inducing_points import InducingPointRule, Keep
+from seqgp.streaming.learning import learnable
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
-from seqgp.streaming.rules import Batch, Learned, UpdateRule, learnable
+from seqgp.streaming.rules import Batch, Learned, Plan, UpdateRule
 from seqgp.variational.optimise import adam
 
 #: Step size and number of natural-gradient steps, for Gaussian likelihoods and for others.
@@ -62,6 +63,7 @@ class PaperRule(UpdateRule):
     """
 
     name = "paper"
+    follows_scale = False
 
     def __init__(self, removes_memory: bool = True) -> None:
         self.removes_memory = removes_memory
@@ -76,23 +78,27 @@ class PaperRule(UpdateRule):
                 "sites stay exact; pass MemoryOptions(replay=0)."
             )
 
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+    def learns_by_default(self, learn: bool | None) -> bool | None:
+        """At every update."""
+        return True if learn is None else learn
+
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
         """Moved by gradient if hyperparameters are learnt."""
-        return Keep(moves=learns and moves)
+        return Keep(moves=may_change)
 
     def learn(
-        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
         """Steps 2 to 4."""
         natural_gradient(model, batch.data, batch.num_old if self.removes_memory else 0)
-        mll, parameters, bounds = learnable(model, moves_Z)
+        mll, parameters, bounds = learnable(model, plan.moves_Z)
         strategy = model.variational_strategy
         tied = Duals(strategy.lam.detach(), strategy.B.detach())
         weights = tied.lam.new_ones(len(batch.data))
         if batch.num_old:
             weights[: batch.num_old] = model.stream.num_seen / batch.num_old
         steps = 100 if options.steps is None else options.steps
-        steps = steps if options.learn and parameters else 0
+        steps = steps if plan.decision.learn and parameters else 0
 
         def loss() -> Tensor:
             # Anew each time: inputs may be transformed by what is learnt.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from botorch.optim.utils import get_parameters_and_bounds
 from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.traits import is_conjugate, is_softmax, precision_floor, summary_noise
 from seqgp.observations import Observations
 from seqgp.streaming.inducing_points import Exchange, InducingPointRule, Keep
+from seqgp.streaming.learning import Decision, learn_best
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
-from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_back
 
 
 class Batch(NamedTuple):
@@ -35,16 +34,33 @@ class Batch(NamedTuple):
     stands_for: Tensor | None
 
 
+class Plan(NamedTuple):
+    """What a rule is to do.
+
+    Attributes:
+        decision: Whether to learn hyperparameters.
+        moves_Z: Whether inducing points are moved by gradient.
+        place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
+            enough for others, too.
+    """
+
+    decision: Decision
+    moves_Z: bool
+    place: Callable[[StreamModel, bool], None]
+
+
 class Learned(NamedTuple):
     """What learning did.
 
     Attributes:
         steps: Evaluations of the objective for hyperparameters.
         bound: The bound at the end.
+        outcome: Which hyperparameters have been kept.
     """
 
     steps: int
     bound: Tensor
+    outcome: str = "present"
 
 
 class UpdateRule(ABC):
@@ -52,6 +68,8 @@ class UpdateRule(ABC):
 
     #: The short name, which a stream remembers: it is learnt by one rule.
     name: str
+    #: Whether the default standardisation of the targets follows the stream.
+    follows_scale = True
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
         """Raise if the rule does not know some of the options.
@@ -67,26 +85,34 @@ class UpdateRule(ABC):
                 "sites stay exact; pass MemoryOptions(replay=0)."
             )
 
+    def learns_by_default(self, learn: bool | None) -> bool | None:
+        """Whether to learn hyperparameters if the user does not say; ``None`` to decide by data.
+
+        Args:
+            learn: What the user says.
+        """
+        return learn
+
     @abstractmethod
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
         """What becomes of the inducing points if the user does not say.
 
         Args:
-            learns: Whether hyperparameters are learnt.
-            moves: Whether the inducing points are a parameter.
+            may_change: Whether they may be others.
+            moves: Whether the user wants them to be moved by gradient.
         """
 
     @abstractmethod
     def learn(
-        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
-        """Learn hyperparameters, if asked for, and converge the posterior.
+        """Learn hyperparameters, if that is the plan, and converge the posterior.
 
         Args:
             model: The model, which holds remembered and new observations.
             batch: The same observations.
             options: The options.
-            moves_Z: Whether inducing points are moved by gradient.
+            plan: What to do.
         """
 
     @abstractmethod
@@ -120,82 +146,38 @@ class PseudoLikelihood(UpdateRule):
     def __init__(self, bounds_new_classes: bool = True) -> None:
         self.bounds_new_classes = bounds_new_classes
 
-    def default_inducing(self, learns: bool, moves: bool) -> InducingPointRule:
-        """Exchanged and moved by gradient, if something is learnt and they are a parameter."""
-        return Exchange(moves=True) if learns and moves else Keep()
+    def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
+        """As many as the data need, unless nothing is to change but the posterior."""
+        return Exchange(moves=moves) if may_change else Keep()
 
     def learn(
-        self, model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool
+        self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
         """Maximise the bound of memory, new observations and summary."""
-        steps = _maximise(model, batch, options, moves_Z) if options.learn else 0
-        return Learned(steps, model.refresh(max_steps=options.site_steps))
+        if not plan.decision.learn:
+            return Learned(0, model.refresh(max_steps=options.site_steps))
+        return Learned(
+            *learn_best(
+                model,
+                options,
+                plan.moves_Z,
+                batch.stands_for,
+                plan.decision.restart,
+                plan.place,
+            )
+        )
 
     def remember(
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
     ) -> None:
         """Fold what is not kept, and let the posterior follow if that changes it."""
         unseen = unseen_classes(model) if self.bounds_new_classes else None
-        changed = fold_all_but(model, batch.data, kept, sites, options.discount, unseen)
-        # What is folded keeps its sites, so the posterior stays, unless old data fade or the
-        # memory counts for what has been folded.
-        if changed or options.discount != 1 or model.stream.replay:
+        changed = fold_all_but(model, batch.data, kept, sites, unseen)
+        # What is folded keeps its sites, so the posterior stays, unless the memory counts for what
+        # has been folded.
+        if changed or model.stream.replay:
             steps = options.site_steps
             model.refresh(max_steps=None if steps is None else -(-steps // 2))  # it is not far
-
-
-def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:
-    """The objective of a model, what it is maximised over, and bounds.
-
-    Args:
-        model: The model.
-        moves_Z: Whether the inducing points are among it.
-    """
-    mll = DualELBO(model.likelihood, model)
-    Z = model.variational_strategy.inducing_points
-    if moves_Z and isinstance(Z, torch.nn.Parameter):
-        Z.requires_grad_(True)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves_Z else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
-    return mll, parameters, bounds
-
-
-@torch.enable_grad()
-def _maximise(model: StreamModel, batch: Batch, options: UpdateOptions, moves_Z: bool) -> int:
-    """Maximise the bound of memory, new observations and summary; returns the evaluations."""
-    mll, parameters, bounds = learnable(model, moves_Z)
-    steps = options.steps
-    if steps is None:
-        steps = 40 if options.optimizer == "lbfgs" else 100
-    if not parameters or not steps:
-        return 0
-    sites, taken = None, 0
-    # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-    tol = 1e-3 if options.optimizer == "adam" else 1e-4
-
-    def objective() -> Tensor:
-        nonlocal sites, taken
-        taken += 1
-        bound, sites = model.bound(sites, tol, batch.stands_for, options.site_steps)
-        return -mll.with_priors(bound, 1).sum()
-
-    def forget_sites() -> None:
-        nonlocal sites
-        sites = None
-
-    loss = turning_back(objective, parameters, forget_sites)
-    training = model.training
-    model.train()
-    if options.optimizer == "adam":
-        for _ in adam([loss] * steps, parameters, bounds, options.learning_rate):
-            pass
-    else:
-        lbfgs(loss, parameters, bounds, steps, options.tol)
-    model.train(training)
-    return taken
 
 
 def fold_all_but(
@@ -203,7 +185,6 @@ def fold_all_but(
     data: Observations,
     kept: Tensor,
     sites: Sites,
-    discount: float,
     unseen: Tensor | None,
 ) -> bool:
     """Fold what is not kept into the summary, with its sites, but for those of new classes.
@@ -217,7 +198,6 @@ def fold_all_but(
         data: All of its observations, as the strategy sees them.
         kept: Indices of those to keep.
         sites: The sites of all.
-        discount: Factor for what the summary held before.
         unseen: ``c``, which classes nobody has seen yet.
 
     Returns:
@@ -225,14 +205,15 @@ def fold_all_but(
         precision, which cannot be folded and have been cut off.
     """
     n, strategy = len(data), model.variational_strategy
-    if len(kept) < n or discount != 1.0:
+    if len(kept) < n:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
         index = gone.argsort(stable=True)[len(kept) :]  # without asking the device
         if unseen is not None:
             sites, _ = strategy.sites(data, likelihood=model.likelihood, unseen=unseen)
+        weights = model.stream.fade if model.stream.fades else None
         strategy.fold(
-            data, sites=sites, likelihood=model.likelihood, discount=discount, index=index
+            replace(data, weights=weights), sites=sites, likelihood=model.likelihood, index=index
         )
     model.stream = model.stream.select(kept)
     bounded = unseen is not None and len(kept) < n
@@ -280,7 +261,7 @@ def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
     strategy, stream = model.variational_strategy, model.stream
     if not len(data) or not strategy.has_summary:
         return None
-    others = (stream.represents - 1) * stream.summary_share
+    others = (stream.represents - 1) * stream.fade * stream.summary_share
     if summary_noise(model.likelihood) is not None:
         return others
     sites, _ = strategy.sites(data, likelihood=model.likelihood)

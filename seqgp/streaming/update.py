@@ -24,25 +24,31 @@ from seqgp.likelihoods.discrete import OrdinalLikelihood
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.streaming.draft import adopt, draft_of
+from seqgp.streaming.drift import choose_discount, fade
 from seqgp.streaming.inducing_points import (
     Candidates,
     Cluster,
     InducingPointRule,
+    Keep,
     choose_for_each,
     inducing_point_rule,
 )
-from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.learning import Decision, decide
+from seqgp.streaming.memory import MemoryOptions, SamplingPolicy
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.paper import PaperRule
 from seqgp.streaming.rules import (
     Batch,
+    Plan,
     PseudoLikelihood,
     UpdateRule,
     note_classes,
     stands_for,
     unseen_classes,
 )
+from seqgp.streaming.standardization import note_scale, restandardize
+from seqgp.streaming.state import StreamState
 from seqgp.validation import check_bound, renamed
 
 #: Rules of learning by their short names.
@@ -76,6 +82,9 @@ class UpdateRecord:
         log_density: Mean log predictive density of the new observations before they were learnt;
             NaN if there were none.
         steps: Evaluations of the objective for hyperparameters.
+        decision: Why hyperparameters were learnt or not, and what came of it.
+        discount: The factor for what was learnt before. With ``discount="auto"``, one below 1 says
+            that the stream has changed.
         num_new: How many observations were new.
         num_memory: How many are in the memory now.
         memory_gained: How many of the new ones are.
@@ -88,6 +97,8 @@ class UpdateRecord:
     elbo: float
     log_density: float
     steps: int
+    decision: str
+    discount: float
     num_new: int
     num_memory: int
     memory_gained: int
@@ -142,8 +153,9 @@ def update(
     new = model.checked(X, Y, noise, arguments)
     memory = MemoryOptions.of(model.memory_options if options.memory is None else options.memory)
     rule.check(model, options, memory)
-    draft = draft_of(model, options.learn)
-    parts = _learn(draft, new, rule, options, memory)
+    decision = decide(model.stream, len(new), rule.learns_by_default(options.learn))
+    draft = draft_of(model, decision.learn)
+    parts = _learn(draft, new, rule, options, memory, decision)
     elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
     if not math.isfinite(elbo):
         check_bound(parts.bound, "Y")
@@ -154,6 +166,8 @@ def update(
         elbo=elbo,
         log_density=log_density,
         steps=parts.steps,
+        decision=parts.decision,
+        discount=parts.discount,
         num_new=num_new,
         num_memory=len(parts.kept),
         memory_gained=gained,
@@ -170,6 +184,8 @@ class _Parts(NamedTuple):
     density: Tensor
     bound: Tensor
     steps: int
+    decision: str
+    discount: float
     kept: Tensor
 
 
@@ -179,52 +195,108 @@ def _learn(
     rule: UpdateRule,
     options: UpdateOptions,
     memory: MemoryOptions,
+    decision: Decision,
 ) -> _Parts:
     """The steps of an update, on a draft of the model."""
     strategy = model.variational_strategy
     num_old, num_new = len(model.stream.observations), len(new)
     represented = None
-    if options.learn:
+    if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
+    if not model.stream.num_updates:
+        model.stream = replace(model.stream, initial=model.hyperparameter_values())
     model.stream = replace(model.stream.append(new), replay=memory.replay)
     note_classes(model)
     data = model.transformed(model.stream.observations)
     density = _density(model, data, num_new)
+    factor = _discount(model, data, num_old, options)
+    if factor != 1:
+        fade(model, num_old, factor)
+    if model.standardizes_by_default and rule.follows_scale and not model.batch_shape:
+        note_scale(model, new)
+        if decision.learn:
+            restandardize(model)
+            data = model.transformed(model.stream.observations)
     inducing = _inducing_rule(model, rule, options)
-    _choose_inducing_points(model, data, num_new, inducing, options.max_inducing, rule)
-    batch = Batch(data, num_old, represented)
-    learned = rule.learn(model, batch, options, inducing.moves)
-    if options.learn:  # inputs may be transformed by what was learnt
-        data = model.transformed(model.stream.observations)
-        batch = batch._replace(data=data)
-    sites, leverage = sites_and_leverage(model, data)
-    stream = model.stream
+
+    def place(draft: StreamModel, generously: bool) -> None:
+        if inducing.follows_kernel:
+            # What is only known at the present points is not to be spread over more.
+            anew = not draft.variational_strategy.has_summary
+            own = inducing.generous() if generously and anew else inducing
+            _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
+
+    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)
+    learned = rule.learn(
+        model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
+    )
+    # Anew: inputs may be transformed by what was learnt.
+    batch = Batch(model.transformed(model.stream.observations), num_old, represented)
+    sites, leverage = sites_and_leverage(model, batch.data)
+    stream = _weighed(model.stream, memory, leverage, num_new)
     limits = memory.at(stream.num_seen + num_new)
-    classes = _classes(model) if memory.balance else None
-    kept = limits.choose(leverage, num_new, stream.num_updates, classes)
-    inclusion = limits.inclusion_of(leverage, num_new, classes)
-    model.stream = replace(stream, represents=stream.represents / inclusion)
-    rule.remember(model, batch, kept, sites, options)
+    choice = limits.choose(
+        leverage,
+        num_new,
+        stream.num_updates,
+        _classes(model) if memory.balance else None,
+        stream.importance * stream.represents,
+    )
+    tiny = torch.finfo(leverage.dtype).tiny
+    represents = stream.represents / choice.inclusion.clamp_min(tiny)
+    model.stream = replace(stream, represents=represents)
+    rule.remember(model, batch, choice.kept, sites, options)
+    number = stream.num_seen + num_new
     model.stream = replace(
         model.stream,
         rule=rule.name,
         num_updates=stream.num_updates + 1,
-        num_seen=stream.num_seen + num_new,
+        num_seen=number,
+        learned_at=number if decision.learn else stream.learned_at,
+        restarted_at=number if decision.restart else stream.restarted_at,
     )
-    if not (options.learn or strategy.has_summary):
+    if not (decision.learn or strategy.has_summary):
         strategy.state()  # so that the first prediction finds it
-    return _Parts(density, learned.bound, learned.steps, kept)
+    reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
+    return _Parts(density, learned.bound, learned.steps, reason, factor, choice.kept)
+
+
+def _discount(
+    model: StreamModel, data: Observations, num_old: int, options: UpdateOptions
+) -> float:
+    """How much all that was learnt before counts from now on."""
+    if not isinstance(options.discount, str):
+        return options.discount
+    old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
+    stream = model.stream
+    factor, evidence = choose_discount(model, new, old, stream.fade[:num_old], stream.drift)
+    model.stream = replace(model.stream, drift=evidence)
+    return factor
+
+
+def _weighed(
+    stream: StreamState, memory: MemoryOptions, leverage: Tensor, num_new: int
+) -> StreamState:
+    """With the importance that the memory's policy gives to the new observations."""
+    policy = memory.chooser
+    if not num_new or not isinstance(policy, SamplingPolicy):
+        return stream
+    new = policy.importance(leverage[len(leverage) - num_new :])
+    old = stream.importance[: len(leverage) - num_new]
+    return replace(stream, importance=torch.cat([old, new.to(old)]))
 
 
 @torch.no_grad()
 def _density(model: StreamModel, data: Observations, num_new: int) -> Tensor:
-    """Log predictive density of the new observations, the last of all."""
+    """Log predictive density of the new observations, the last of all, on the scale of Y."""
     mean, variance = model.variational_strategy.marginals(data)
     new = slice(len(data) - num_new, len(data))
     mean, variance, part = mean[..., new], variance[..., new], data.select(new)
     if model.variational_strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
-    return log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)
+    density = log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)
+    scale = model.log_target_scale()
+    return density if scale is None else density - scale
 
 
 def _inducing_rule(
@@ -232,13 +304,14 @@ def _inducing_rule(
 ) -> InducingPointRule:
     if options.inducing is not None:
         return inducing_point_rule(options.inducing)
-    moves = isinstance(model.variational_strategy.inducing_points, torch.nn.Parameter)
-    return rule.default_inducing(options.learn, moves)
+    may_change = isinstance(model.variational_strategy.inducing_points, torch.nn.Parameter)
+    return rule.default_inducing(
+        options.learn is not False and may_change, model.fits_inducing_points
+    )
 
 
 def _choose_inducing_points(
     model: StreamModel,
-    data: Observations,
     num_new: int,
     inducing: InducingPointRule,
     max_points: int | None,
@@ -256,12 +329,19 @@ def _choose_inducing_points(
     allocator = model.inducing_point_allocator
     if isinstance(rule, PaperRule) and allocator is None:
         allocator = GreedyVarianceReduction()
+    if isinstance(inducing, Keep):
+        return
     stream = model.stream
+    data = model.transformed(stream.observations)
+    J = data.points.shape[-2] // max(len(data), 1)  # points of each functional
+    _, precision = _site_precision(model, data)
     candidates = Candidates(
         _first_of_batch(data.points.detach()),
-        stream.represents,
-        num_new,
+        stream.represents.repeat_interleave(J),
+        precision.repeat_interleave(J),
+        num_new * J,
         stream.num_seen,
+        not strategy.has_summary and not model.keeps_inducing_points,
         model.covar_module,
         _limit(model) if max_points is None else max_points,
         allocator,
@@ -273,6 +353,12 @@ def _choose_inducing_points(
         chosen = choose_for_each(inducing, Z, data.points.detach(), candidates)
     if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
+
+
+def _site_precision(model: StreamModel, data: Observations) -> tuple[Sites, Tensor]:
+    """Sites of observations under the present posterior, and their precisions over all latents."""
+    sites, _ = model.variational_strategy.sites(data, likelihood=model.likelihood)
+    return sites, _sum_over_batch(sites.beta.expand_as(sites.lam))
 
 
 def _limit(model: StreamModel) -> int:

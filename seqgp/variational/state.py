@@ -418,6 +418,30 @@ class DualState(_VariationalStrategy):
         state = self.state()
         self.store(state.duals, state)
 
+    def rescale(self, scale: Tensor, offset: Tensor, noise_free: bool) -> None:
+        r"""Change the units of the function: what is known of ``f`` is known of ``a f + b``.
+
+        With whitened values :math:`v = L^{-1} (u - \mu)`, :math:`v' = a v`. A pseudo-likelihood
+        :math:`\lambda^T v - \tfrac12 v^T B v` has :math:`\lambda / a` and :math:`B / a^2` then. If
+        Gaussian noise is kept apart, its variance has changed by :math:`a^2`.
+
+        Args:
+            scale: ``[m]``, ``a``, a number for each output if there are several.
+            offset: ``[m]``, ``b``.
+            noise_free: Whether the summary is free of the noise of Gaussian observations.
+        """
+        a, b = (t.unsqueeze(-1) for t in (scale, offset))
+        divisor = a.square() if noise_free else torch.ones_like(a)
+        tensors = {
+            "dual_lam": self.dual_lam / a,
+            "dual_B": self.dual_B / a.square().unsqueeze(-1),
+            "reference_mean": self.reference_mean * a + b,
+            "summary_lam": self.summary_lam * divisor / a,
+            "summary_B": self.summary_B * (divisor / a.square()).unsqueeze(-1),
+            "summary_square": self.summary_square * scale.square(),
+        }
+        self.set_tensors(tensors)
+
     # ---------------------------------------------------------------- state and its cache
 
     def state(self, same_pass: bool = False) -> State:

@@ -480,7 +480,6 @@ class DualVariationalStrategy(DualState):
         targets: Tensor | None = None,
         sites: Sites | None = None,
         likelihood: Likelihood | None = None,
-        discount: float = 1.0,
         index: Tensor | None = None,
         **arguments: Any,
     ) -> None:
@@ -492,7 +491,6 @@ class DualVariationalStrategy(DualState):
             sites: Their sites, as `bound` returns them; by default those under the present
                 posterior.
             likelihood: The likelihood; by default the model's attribute of that name.
-            discount: Factor for what the summary held before.
             index: Indices of the observations that are folded; by default all.
             arguments: Per-point arguments of the likelihood.
         """
@@ -500,10 +498,29 @@ class DualVariationalStrategy(DualState):
         if sites is None:
             sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
-        summary = self._folded(state, data, likelihood, sites, 1, discount, index)
+        summary = self._folded(state, data, likelihood, sites, 1, index)
         self.store(state.duals, state, summary=summary, factors=state.factors)
         if len(data) if index is None else len(index):
             self._summary_known = self.summary_count, self.summary_count._version, True
+
+    @torch.no_grad()
+    def discount(self, factor: float) -> None:
+        """Let all that is known count less: the posterior, and the summary that is part of it.
+
+        Args:
+            factor: How much it counts, from 0 to 1.
+        """
+        duals, square, number = discounted(self.summary, factor)
+        self.set_tensors(
+            {
+                "dual_lam": factor * self.dual_lam,
+                "dual_B": factor * self.dual_B,
+                "summary_lam": duals.lam,
+                "summary_B": duals.B,
+                "summary_square": square,
+                "summary_count": number,
+            }
+        )
 
     @torch.no_grad()
     def unfold(
@@ -553,17 +570,17 @@ class DualVariationalStrategy(DualState):
         likelihood: Likelihood,
         sites: Sites,
         sign: int,
-        discount: float = 1.0,
         index: Tensor | None = None,
     ) -> Summary:
         """The summary in the present basis with observations added or taken out."""
-        summary = discounted(rebase_summary(self.summary, state.basis), discount)
+        summary = rebase_summary(self.summary, state.basis)
         A, _, prior_mean = self.whitened(state.chol, state.shared, data)
-        residual = data.targets - prior_mean
+        residual, weights = data.targets - prior_mean, data.weights
         if index is not None:
             A, residual = A[..., index], residual[..., index]
             sites = Sites(sites.lam[..., index], sites.beta.expand_as(sites.lam)[..., index])
-        return fold(summary, A, sites, residual, summary_noise(likelihood), sign)
+            weights = None if weights is None else weights[index]
+        return fold(summary, A, sites, residual, summary_noise(likelihood), sign, weights)
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:

@@ -139,7 +139,7 @@ def test_classes_are_remembered_without_a_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_replay_is_nearer_to_batch_learning() -> None:
     found = [
-        log_density_of_a_stream(MemoryOptions(capacity=None, per_update=10, replay=replay))
+        log_density_of_a_stream(MemoryOptions(capacity=None, per_update=30, replay=replay))
         for replay in (0.0, 1.0)
     ]
     assert found[1] > found[0]

@@ -1,0 +1,266 @@
+r"""Learning hyperparameters along a stream: when, from where, and whether it was worth it.
+
+Hyperparameters are learnt when the data have grown by a certain factor since they were learnt last:
+often at first, and ever more rarely. The bound of memory, new observations and summary is
+maximised from the present hyperparameters. What has been folded was folded under these, though, and
+the summary favours them. So there is a second start from the observations at hand alone, a sample
+of the whole stream, for which the past has no say.
+
+Which hyperparameters stay is decided by leave-one-out densities of the observations at hand, each
+weighted by how many it stands for: an estimate of the mean log density of observations like those
+of the whole stream. If neither is better than the present ones, nothing has been learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from botorch.optim.utils import get_parameters_and_bounds
+from torch import Tensor
+
+from seqgp.likelihoods import log_predictive
+from seqgp.observations import Observations
+from seqgp.streaming.draft import adopt, draft_of
+from seqgp.streaming.model import StreamModel
+from seqgp.streaming.options import UpdateOptions
+from seqgp.streaming.state import StreamState
+from seqgp.variational.elbo import DualELBO
+from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_back
+
+#: Learn when the number of observations has grown by this factor since it was learnt last.
+GROWTH = 1.2
+#: Start from scratch, too, when it has grown by this factor since that was done last.
+RESTART_GROWTH = 2.0
+#: L-BFGS stops when an iteration gains less than this, in nats for each observation.
+TOLERANCE = 5e-5
+#: How many standard errors make a difference between leave-one-out densities count.
+CERTAINTY = 2.0
+
+
+class Decision(NamedTuple):
+    """Whether an update learns hyperparameters.
+
+    Attributes:
+        learn: Whether it does.
+        restart: Whether also from the observations at hand alone.
+        reason: In words.
+    """
+
+    learn: bool
+    restart: bool
+    reason: str
+
+
+def decide(stream: StreamState, num_new: int, learn: bool | None) -> Decision:
+    """Whether to learn hyperparameters at an update.
+
+    Args:
+        stream: The stream before the update.
+        num_new: How many observations are new.
+        learn: What the user wants; ``None`` for no preference.
+    """
+    if learn is False:
+        return Decision(False, False, "learn=False")
+    number = stream.num_seen + num_new
+    restart = number >= RESTART_GROWTH * stream.restarted_at
+    if learn:
+        return Decision(True, False, "learn=True")
+    if not number:
+        return Decision(False, False, "there are no data")
+    if number < GROWTH * stream.learned_at:
+        return Decision(
+            False, False, f"{number} observations are few more than {stream.learned_at}"
+        )
+    reason = f"{number} observations, {stream.learned_at} when it last learnt"
+    return Decision(True, restart, reason)
+
+
+@torch.no_grad()
+def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Tensor:
+    r"""``n`` log predictive densities of observations at hand, each given all others.
+
+    An observation's site :math:`(\lambda_i, \beta_i)` is one on what the inducing points know of
+    :math:`h_i`, of which the posterior mean is :math:`g_i` (centred) and the variance :math:`s_i`.
+    Without the site its precision is :math:`1 / s_i - \beta_i` and its natural mean :math:`g_i /
+    s_i - \lambda_i`. What the inducing points leave unexplained is added to the variance.
+
+    Args:
+        model: A model that has learnt the observations.
+        data: The observations, as the strategy sees them.
+        counts: ``n``, how often each of them is part of the posterior.
+    """
+    strategy = model.variational_strategy
+    sites, variance = strategy.sites(data, likelihood=model.likelihood)
+    mean, _ = strategy.marginals(data)
+    state = strategy.state()
+    _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
+    known = (variance - unexplained).clamp_min(0)
+    share = (1 - counts * sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
+    mean = prior_mean + (mean - prior_mean - counts * known * sites.lam) / share
+    variance = unexplained + known / share
+    if strategy.num_latents is not None:
+        mean, variance = mean.mT, variance.mT
+    return log_predictive(model.likelihood, data.targets, mean, variance, **data.arguments)
+
+
+def stream_densities(model: StreamModel) -> Tensor:
+    """``n`` leave-one-out densities of the observations at hand, for a mean over the whole stream.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Densities, summed over outputs, times how many observations of the stream each stands for,
+        relative to the mean of that; missing ones are zero.
+    """
+    stream = model.stream
+    density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
+    density = density.nan_to_num(0.0)
+    density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
+    weights = stream.represents
+    return density * weights / weights.mean()
+
+
+def is_better(densities: Tensor, others: Tensor) -> bool:
+    """Whether the mean of densities is larger, beyond what chance explains.
+
+    Args:
+        densities: ``n`` densities.
+        others: ``n`` densities of the same observations.
+    """
+    if len(densities) < 2:
+        return False
+    difference = densities - others
+    error = difference.std() / len(difference) ** 0.5
+    return bool(difference.mean() > CERTAINTY * error)
+
+
+def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:
+    """The objective of a model, what it is maximised over, and bounds.
+
+    Args:
+        model: The model.
+        moves_Z: Whether the inducing points are among it.
+    """
+    mll = DualELBO(model.likelihood, model)
+    Z = model.variational_strategy.inducing_points
+    if moves_Z and isinstance(Z, torch.nn.Parameter):
+        Z.requires_grad_(True)
+    parameters, bounds = get_parameters_and_bounds(
+        mll,
+        name_filter=None if moves_Z else lambda name: "inducing_points" not in name,
+        requires_grad=True,
+    )
+    return mll, parameters, bounds
+
+
+@torch.enable_grad()
+def maximise(
+    model: StreamModel,
+    options: UpdateOptions,
+    moves_Z: bool,
+    stands_for: Tensor | None,
+    with_past: bool = True,
+) -> int:
+    """Maximise the bound of memory, new observations and summary over hyperparameters.
+
+    Args:
+        model: The model, whose hyperparameters are moved in place.
+        options: Optimiser and its limits.
+        moves_Z: Whether inducing points are moved as well.
+        stands_for: For how much of the summary each remembered observation stands.
+        with_past: Whether the summary counts.
+
+    Returns:
+        The number of evaluations.
+    """
+    mll, parameters, bounds = learnable(model, moves_Z)
+    steps = options.steps
+    if steps is None:
+        steps = 40 if options.optimizer == "lbfgs" else 100
+    if not parameters or not steps:
+        return 0
+    sites, taken = None, 0
+    # The sites follow the hyperparameters closely from step to step: a loose tolerance.
+    tol = 1e-3 if options.optimizer == "adam" else 1e-4
+
+    def objective() -> Tensor:
+        nonlocal sites, taken
+        taken += 1
+        bound, sites = model.bound(sites, tol, stands_for, options.site_steps, with_past=with_past)
+        return -mll.with_priors(bound, 1).sum()
+
+    def forget_sites() -> None:
+        nonlocal sites
+        sites = None
+
+    loss = turning_back(objective, parameters, forget_sites)
+    training = model.training
+    model.train()
+    if options.optimizer == "adam":
+        for _ in adam([loss] * steps, parameters, bounds, options.learning_rate):
+            pass
+    else:
+        tolerance = options.tol
+        if tolerance is None:
+            tolerance = max(0.01, TOLERANCE * model.stream.represents.sum().item())
+        lbfgs(loss, parameters, bounds, steps, tolerance)
+    model.train(training)
+    return taken
+
+
+def learn_best(
+    model: StreamModel,
+    options: UpdateOptions,
+    moves_Z: bool,
+    stands_for: Tensor | None,
+    restart: bool,
+    place: Callable[[StreamModel, bool], None],
+) -> tuple[int, Tensor, str]:
+    """Learn hyperparameters, and keep them only if they predict what is at hand better.
+
+    Args:
+        model: The model, which becomes the best of the candidates.
+        options: Optimiser and its limits.
+        moves_Z: Whether inducing points are moved by gradient.
+        stands_for: For how much of the summary each remembered observation stands.
+        restart: Whether to start also from the observations at hand alone.
+        place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
+            enough for others, too.
+
+    Returns:
+        The number of evaluations, the bound, and which candidate has been chosen.
+    """
+    steps = 0
+
+    def candidate(name: str, learn: bool, with_past: bool) -> _Candidate:
+        nonlocal steps
+        draft = draft_of(model, learn=True)
+        if not with_past:
+            draft.set_hyperparameters(model.stream.initial)
+        if learn:
+            place(draft, True)
+            steps += maximise(draft, options, moves_Z, stands_for if with_past else None, with_past)
+            if not moves_Z:
+                place(draft, False)
+        bound = draft.refresh(max_steps=options.site_steps)
+        return _Candidate(name, draft, bound, stream_densities(draft))
+
+    present, best = candidate("present", False, True), candidate("continued", True, True)
+    if restart and model.stream.num_updates:
+        restarted = candidate("restarted", True, False)
+        if is_better(restarted.densities, best.densities):
+            best = restarted
+    if is_better(present.densities, best.densities):
+        best = present
+    adopt(model, best.model)
+    return steps, best.bound, best.name
+
+
+class _Candidate(NamedTuple):
+    name: str
+    model: StreamModel
+    bound: Tensor
+    densities: Tensor

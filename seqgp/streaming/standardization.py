@@ -1,0 +1,122 @@
+r"""The default `Standardize` follows the stream.
+
+Its statistics are those of all targets so far, also of those that have been folded. They are
+brought up to date whenever hyperparameters are learnt. From targets :math:`t` to :math:`t' = a t +
+b`, everything that is known is converted without loss: the targets at hand, and the summary, which
+is a function of :math:`f' = a f + b` as well as of :math:`f`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from botorch.models.transforms.outcome import Standardize
+from gpytorch.means import ConstantMean
+from torch import Tensor
+
+from seqgp.likelihoods.traits import summary_noise
+from seqgp.observations import Observations
+from seqgp.streaming.model import StreamModel
+
+
+class Moments(NamedTuple):
+    """The number, the mean and the sum of squared deviations of some numbers, ``[m]`` each."""
+
+    number: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+@torch.no_grad()
+def note_scale(model: StreamModel, new: Observations) -> None:
+    """Count new targets among those whose mean and standard deviation are known.
+
+    Args:
+        model: The model.
+        new: The new observations, as the model stores them.
+    """
+    mean, scale = _statistics(model)
+    if model.stream.moments is None:
+        old = model.stream.observations.targets
+        known = _moments(old[..., : old.shape[-1] - len(new)], mean, scale)
+    else:
+        known = Moments(*model.stream.moments)
+    fresh = _moments(new.targets, mean, scale)
+    moments = torch.stack(list(_together(known, fresh)))
+    model.stream = replace(model.stream, moments=moments)
+
+
+@torch.no_grad()
+def restandardize(model: StreamModel) -> None:
+    """Standardise by the targets that there have been so far.
+
+    Args:
+        model: The model, all of whose modules are its own.
+    """
+    transform = model.outcome_transform
+    assert isinstance(transform, Standardize)
+    assert model.stream.moments is not None
+    moments = Moments(*model.stream.moments)
+    old_mean, old_scale = _statistics(model)
+    scale = (moments.square / (moments.number - 1).clamp_min(1)).sqrt()
+    usable = (moments.number > 1) & (scale > 1e-8)  # as Standardize has it
+    scale, mean = torch.where(usable, scale, old_scale), torch.where(usable, moments.mean, old_mean)
+    a, b = old_scale / scale, (old_mean - mean) / scale
+    statistics = {"means": mean, "stdvs": scale, "_stdvs_sq": scale.square()}
+    shape = transform.means.shape
+    transform.load_state_dict(
+        {**transform.state_dict(), **{k: v.reshape(shape) for k, v in statistics.items()}}
+    )
+    held, column = model.stream.observations, (a.unsqueeze(-1), b.unsqueeze(-1))
+    if not a.dim():
+        column = (a, b)
+    arguments = dict(held.arguments)
+    if "noise" in arguments:
+        arguments["noise"] = arguments["noise"] * column[0].square()
+    held = replace(held, targets=held.targets * column[0] + column[1], arguments=arguments)
+    model.stream = replace(model.stream, observations=held)
+    noise_free = summary_noise(model.likelihood) is not None
+    model.variational_strategy.rescale(a, b, noise_free)
+    # What was learnt in the old units.
+    if isinstance(model.mean_module, ConstantMean):
+        constant = model.mean_module.constant
+        model.mean_module.constant = constant * a.reshape(constant.shape) + b.reshape(
+            constant.shape
+        )
+    if noise_free and "noise" not in arguments:
+        noise = model.likelihood.noise
+        lower = model.likelihood.noise_covar.raw_noise_constraint.lower_bound
+        model.likelihood.noise = torch.maximum(
+            noise * a.square().reshape(noise.shape), 1.01 * lower
+        )
+
+
+def _statistics(model: StreamModel) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the transform, ``[m]`` each."""
+    transform = model.outcome_transform
+    assert isinstance(transform, Standardize)
+    mean, scale = transform.means.flatten(), transform.stdvs.flatten()
+    several = model.stream.observations.targets.dim() > 1
+    return (mean, scale) if several else (mean.squeeze(0), scale.squeeze(0))
+
+
+def _moments(targets: Tensor, mean: Tensor, scale: Tensor) -> Moments:
+    """Of ``[m x] n`` transformed targets, some of which may be missing, as they were observed."""
+    seen = ~targets.isnan()
+    number = seen.sum(-1).to(scale)
+    values = targets.where(seen, 0.0)
+    average = values.sum(-1) / number.clamp_min(1)
+    square = (values - average.unsqueeze(-1)).where(seen, 0.0).square().sum(-1)
+    return Moments(number, mean + scale * average, scale.square() * square)
+
+
+def _together(first: Moments, second: Moments) -> Moments:
+    """Of both (Chan, Golub and LeVeque, 1983)."""
+    number = first.number + second.number
+    share = second.number / number.clamp_min(1)
+    shift = second.mean - first.mean
+    mean = torch.where(first.number > 0, first.mean + share * shift, second.mean)
+    square = first.square + second.square + first.number * share * shift.square()
+    return Moments(number, mean, square)

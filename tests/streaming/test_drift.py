@@ -1,0 +1,103 @@
+"""Old data fade, by a given factor or by one that the stream asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpytorch.kernels import RBFKernel
+from gpytorch.likelihoods import BernoulliLikelihood
+from torch import Tensor
+
+from seqgp import SequentialGP
+from seqgp.streaming.drift import choose_discount, density_with
+from tests.helpers import assert_close
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def batches(number: int, size: int = 20, change: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Noisy values of a function, which becomes its negative at some batch."""
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for k in range(number):
+        X = torch.rand(size, 1, generator=generator)
+        sign = -1 if change is not None and k >= change else 1
+        f = sign * torch.sin(6 * X)
+        result.append((X, f + 0.2 * torch.randn(size, 1, generator=generator)))
+    return result
+
+
+@pytest.mark.parametrize("memory", [0, 13, 1000])
+def test_all_that_is_old_fades_whether_remembered_or_folded(memory: int) -> None:
+    """An observation that counts half is one with twice the noise variance."""
+    first, second, third = batches(3)
+    Z = torch.linspace(0, 1, 12).unsqueeze(-1)
+    options = {"covar_module": RBFKernel(), "inducing_points": Z, "outcome_transform": None}
+    model = SequentialGP(*first, **options)
+    model.likelihood.noise = 0.04
+    for (X, Y), discount in ((second, 0.5), (third, 0.8)):
+        model.update(X, Y, memory=memory, learn=False, discount=discount)
+    X, Y = (torch.cat(parts) for parts in zip(first, second, third, strict=True))
+    counts = torch.tensor([0.5 * 0.8, 0.8, 1.0]).repeat_interleave(20).unsqueeze(-1)
+    expected = SequentialGP(X, Y, 0.04 / counts, **options)
+    grid = torch.linspace(-0.2, 1.2, 40).unsqueeze(-1)
+    assert_close(model.posterior(grid).mean, expected.posterior(grid).mean, 1e-6)
+    assert_close(model.posterior(grid).variance, expected.posterior(grid).variance, 1e-6)
+
+
+def test_densities_are_those_after_fading() -> None:
+    first, second = batches(2)
+    model = SequentialGP(*first)
+    data = model.transformed(model.checked(*second, None, {}))
+    found = density_with(model, data, 0.3)
+    model.variational_strategy.discount(0.3)
+    # Predictive variances have a little jitter.
+    assert_close(found, model.log_predictive_density(second[0], data.targets), 1e-4)
+
+
+def error(model: SequentialGP, change: bool) -> float:
+    X = torch.linspace(0, 1, 50).unsqueeze(-1)
+    f = torch.sin(6 * X) * (-1 if change else 1)
+    with torch.no_grad():
+        return float((model.posterior(X).mean - f).square().mean().sqrt())
+
+
+def test_an_abrupt_change_is_followed_within_two_batches() -> None:
+    stream = batches(14, change=10)
+    models = [SequentialGP(*stream[0]) for _ in range(2)]
+    alarms = []
+    for k, (X, Y) in enumerate(stream[1:], start=1):
+        models[0].update(X, Y)
+        record = models[1].update(X, Y, discount="auto")
+        if record.discount < 1:
+            alarms.append(k)
+        if k == 11:
+            assert error(models[1], change=True) < 0.25 < error(models[0], change=True)
+    assert alarms[0] == 10
+    assert error(models[1], change=True) < 0.5 * error(models[0], change=True)
+
+
+@pytest.mark.parametrize("likelihood", [None, BernoulliLikelihood])
+def test_there_are_few_alarms_if_nothing_changes(likelihood: type | None) -> None:
+    """At most one in forty batches."""
+    stream = batches(40, size=10)
+    if likelihood is not None:
+        stream = [(X, (Y > 0).to(Y)) for X, Y in stream]
+    options = {} if likelihood is None else {"likelihood": likelihood()}
+    model = SequentialGP(*stream[0], **options)
+    model.update(*stream[1])
+    alarms = 0
+    for X, Y in stream[2:]:
+        alarms += model.update(X, Y, learn=False, discount="auto").discount < 1
+    assert alarms <= 1
+
+
+def test_nothing_to_compare() -> None:
+    model = SequentialGP(*batches(1)[0])
+    X, Y = batches(1)[0]
+    empty = model.transformed(model.checked(X[:0], Y[:0], None, {}))
+    held = model.transformed(model.stream.observations)
+    assert choose_discount(model, empty, held, torch.ones(20), ()).factor == 1.0
+    assert choose_discount(model, held, empty, torch.ones(0), ()).factor == 1.0
+    with pytest.raises(TypeError, match="discount: expected a number"):
+        model.update(X, Y, discount="often")

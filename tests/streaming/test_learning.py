@@ -1,0 +1,132 @@
+"""When hyperparameters are learnt along a stream, and whether it was worth it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+
+from seqgp import SequentialGP
+from seqgp.streaming.learning import decide, is_better, leave_one_out
+from tests.streaming.test_update import make_data, make_model
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def test_learning_becomes_rare() -> None:
+    X, Y, _ = make_data("gaussian")
+    stream = make_model("gaussian", X, Y, X[:8]).stream
+    learnt = []
+    for _ in range(1000):
+        decision = decide(stream, 10, None)
+        stream = replace(stream, num_seen=stream.num_seen + 10)
+        if decision.learn:
+            stream = replace(stream, learned_at=stream.num_seen)
+            learnt.append(stream.num_seen)
+    assert learnt[0] == 40
+    assert len(learnt) < 32  # 1.2 to that power is 10,000 / 40
+    assert all(later >= 1.2 * earlier for earlier, later in itertools.pairwise(learnt))
+    assert decide(stream, 0, True).learn
+    assert not decide(stream, 10**9, False).learn
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "binomial", "softmax"])
+def test_leave_one_out(name: str) -> None:
+    """Against models that never saw the observation, with the same inducing points.
+
+    Exact for Gaussian observations. Other sites would change a little without it.
+    """
+    X, Y, arguments = make_data(name)
+    Z = X[:8]
+    options = {"likelihood_arguments": arguments} if arguments else {}
+    model = make_model(name, X, Y, Z, **options)
+    held = model.transformed(model.stream.observations)
+    found = leave_one_out(model, held, torch.ones(len(held)))
+    for i in (0, 7, 20):
+        rest = torch.arange(len(X)) != i
+        own = {k: v[rest] for k, v in arguments.items()}
+        options = {"likelihood_arguments": own} if own else {}
+        other = make_model(name, X[rest], Y[rest], Z, **options)
+        at = {k: v[[i]] for k, v in arguments.items()}
+        expected = other.log_predictive_density(X[[i]], Y[[i]].squeeze(-1), **at)
+        tolerance = 1e-7 if name == "gaussian" else 0.05
+        torch.testing.assert_close(found[i], expected[0], atol=tolerance, rtol=0)
+
+
+def test_chance_is_no_improvement() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(300, 2, 200, generator=generator)
+    assert sum(is_better(*pair) for pair in pairs) < 20  # 2.3 % are expected
+    noise = torch.randn(1000, generator=generator)
+    assert is_better(noise + 0.3, noise + 0.2 * torch.randn(1000, generator=generator))
+    assert not is_better(noise[:1] + 1, noise[:1])
+
+
+def batches(X: torch.Tensor, Y: torch.Tensor, size: int):
+    return zip(X.split(size), Y.split(size), strict=True)
+
+
+def error(model: SequentialGP, X: torch.Tensor, f: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((model.posterior(X).mean - f).square().mean().sqrt())
+
+
+def test_a_smooth_beginning_does_not_fix_the_noise() -> None:
+    """A first batch without noise drives it to its floor, where its gradient vanishes."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.linspace(0, 1, 300).unsqueeze(-1)
+    noise = torch.where(X > 0.1, 0.3, 0.0)
+    f = torch.sin(12 * X)
+    Y = f + noise * torch.randn(300, 1, generator=generator)
+    model = SequentialGP(X[:30], Y[:30], likelihood=GaussianLikelihood())
+    for x, y in batches(X[30:], Y[30:], 30):
+        model.update(x, y)
+    assert error(model, X, f) < 0.1
+    scale = model.outcome_transform.stdvs.item()
+    assert model.likelihood.noise.item() ** 0.5 * scale == pytest.approx(0.3, rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_periodic_series_in_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.linspace(0, 1, 400).unsqueeze(-1)
+    f = torch.sin(2 * torch.pi * 10 * X) + X
+    Y = f + 0.3 * torch.randn(400, 1, generator=generator)
+    kernel = ScaleKernel(PeriodicKernel()) + ScaleKernel(MaternKernel())
+    kernel.kernels[0].base_kernel.period_length = 0.12
+    model = SequentialGP(X[:40], Y[:40], covar_module=kernel)
+    for x, y in batches(X[40:], Y[40:], 40):
+        model.update(x, y)
+    assert error(model, X, f) < 0.15
+
+
+@pytest.mark.slow
+def test_labels_of_one_kind_and_then_the_other() -> None:
+    """A thousand alike say that they are likely; the others are learnt as soon as they come."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(1200, 2, generator=generator).sort(0).values
+    Y = (X[:, :1] > X[999, 0]).to(X)
+    model = SequentialGP(X[:100], Y[:100], likelihood=BernoulliLikelihood())
+    for x, y in batches(X[100:1000], Y[100:1000], 300):
+        model.update(x, y)
+    assert abs(model.mean_module.constant.item()) < 4
+    for x, y in batches(X[1000:], Y[1000:], 100):
+        model.update(x, y)
+    probability = model.posterior(X, observation_noise=True).mean
+    assert ((probability > 0.5) == (Y > 0.5)).double().mean() > 0.98
+
+
+def test_nothing_new_changes_nothing() -> None:
+    """The same batch again and again, with the hyperparameters settled: the record says so."""
+    X, Y, _ = make_data("gaussian")
+    model = make_model("gaussian", X, Y, X[:8])
+    model.update(X[:0], Y[:0])
+    values = model.hyperparameter_values()
+    record = model.update(X[:2], Y[:2])
+    assert record.steps == 0
+    assert "few more" in record.decision
+    assert all(torch.equal(v, values[k]) for k, v in model.hyperparameter_values().items())

@@ -43,5 +43,6 @@ BENCHMARKS = {
     "splitmnist": Entry(
         "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
     ),
+    "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

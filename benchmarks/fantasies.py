@@ -114,6 +114,7 @@ def measure(name: str, m: int, q: int, rounds: int, seed: int) -> dict[str, Any]
         mean_module=gpytorch.means.ZeroMean(),
         inducing_points=m,
         learn_inducing_points=False,
+        outcome_transform=None,
     )
     sampler = SobolQMCNormalSampler(torch.Size([FANTASIES]), seed=seed)
     with torch.no_grad():

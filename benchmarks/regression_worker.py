@@ -81,7 +81,7 @@ class Fit:
         self.options = {"optimizer_kwargs": options}
 
     def _seqgp(self) -> Any:
-        model = SequentialGP(self.X, self.Y)
+        model = SequentialGP(self.X, self.Y, outcome_transform=None)
         fit_gpytorch_mll(DualELBO(model.likelihood, model), **self.options)
         return model
 
@@ -136,7 +136,13 @@ class FitLarge:
         return BernoulliLikelihood() if self.bernoulli else None
 
     def _seqgp(self) -> Any:
-        model = SequentialGP(self.X, self.Y, likelihood=self._likelihood(), inducing_points=self.m)
+        model = SequentialGP(
+            self.X,
+            self.Y,
+            likelihood=self._likelihood(),
+            inducing_points=self.m,
+            outcome_transform=None,
+        )
         fit_gpytorch_mll(DualELBO(model.likelihood, model), **self.options)
         return model
 
@@ -212,6 +218,7 @@ class Update:
                 likelihood=noise_model,
                 covar_module=kernel,
                 inducing_points=past_X[:m].clone(),
+                outcome_transform=None,
             )
             self.model.update(*first, memory=memory, learn=False)
         else:
@@ -298,6 +305,7 @@ class Fantasies:
             mean_module=gpytorch.means.ZeroMean(),
             inducing_points=Z,
             learn_inducing_points=False,
+            outcome_transform=None,
         )
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ def of_ours(models: Iterator[Any]) -> Iterator[Snapshot]:
     """Snapshots of a `SequentialGP`."""
     for model in models:
         Z = model.variational_strategy.inducing_points.detach()
-        yield Snapshot(partial(ours.latent, model), Z, model.train_inputs[0])
+        yield Snapshot(partial(ours.latent, model), Z, model.stream.observations.inputs)
 
 
 def pack(values: Tensor) -> str:

@@ -70,6 +70,7 @@ def make_model(name: str, m: int, X: Tensor, Y: Tensor, Z: Tensor | None = None)
         likelihood=LIKELIHOODS[name](),
         covar_module=kernel,
         inducing_points=m if Z is None else Z,
+        outcome_transform=None,
     )
 
 

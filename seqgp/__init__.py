@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     )
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
+    from seqgp.variational import DualNGD as DualNGD
     from seqgp.variational import DualVariationalStrategy as DualVariationalStrategy
 
 __all__ = [
     "BinomialLikelihood",
     "DualELBO",
+    "DualNGD",
     "DualVariationalStrategy",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
@@ -54,6 +56,7 @@ __all__ = [
 _OBJECTS = {
     "BinomialLikelihood": "seqgp.likelihoods",
     "DualELBO": "seqgp.variational",
+    "DualNGD": "seqgp.variational",
     "DualVariationalStrategy": "seqgp.variational",
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from botorch.models.model import Model
-from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms import Normalize
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from gpytorch.likelihoods import BernoulliLikelihood
 from torch import Tensor
@@ -456,7 +456,6 @@ class BatchOptimizer:
             # are not standardised, such as those that are all the same.
             covar_module=get_covar_module_with_dim_scaled_prior(X.shape[-1]).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
-            outcome_transform=Standardize(1),
         )
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:

@@ -149,12 +149,12 @@ class Observations:
             weights = torch.cat([ours.weights, theirs.weights])
         coefficients = None
         if ours.coefficients is not None and theirs.coefficients is not None:
-            coefficients = _concatenate(ours.coefficients, theirs.coefficients, -2)
+            coefficients = concatenate(ours.coefficients, theirs.coefficients, -2)
         return Observations(
-            _concatenate(ours.inputs, theirs.inputs, -2 if coefficients is None else -3),
-            _concatenate(ours.targets, theirs.targets.to(ours.targets), -1),
+            concatenate(ours.inputs, theirs.inputs, -2 if coefficients is None else -3),
+            concatenate(ours.targets, theirs.targets.to(ours.targets), -1),
             {
-                key: _concatenate(value, theirs.arguments[key], -1)
+                key: concatenate(value, theirs.arguments[key], -1)
                 for key, value in ours.arguments.items()
             },
             weights,
@@ -266,8 +266,14 @@ def check_not_held(likelihood: Likelihood, given: Container[str]) -> None:
             )
 
 
-def _concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Concatenate along a negative ``dim``, batch shapes broadcast."""
+def concatenate(left: Tensor, right: Tensor, dim: int) -> Tensor:
+    """Concatenate two tensors whose batch shapes broadcast.
+
+    Args:
+        left: The first tensor.
+        right: The second one.
+        dim: The dimension, negative; all before it are batch dimensions.
+    """
     batch = broadcast_shapes(left.shape[:dim], right.shape[:dim])
     left = left.expand(*batch, *left.shape[dim:])
     return torch.cat([left, right.expand(*batch, *right.shape[dim:])], dim)

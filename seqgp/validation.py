@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def renamed(**names: str) -> Iterator[None]:
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """Raise a `TypeError` unless a value is a tensor.
+    """Raise unless a value is a dense tensor of real numbers.
 
     Args:
         value: The value.
@@ -53,6 +54,14 @@ def check_tensor(value: Any, name: str) -> None:
             f"{name}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor makes "
             "one."
         )
+    if value.layout != torch.strided:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got {value.layout}; {name}.to_dense() makes one."
+        )
+    if value.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {value.dtype}.")
+    if value.is_meta:
+        raise ValueError(f"{name}: expected numbers, got a tensor of the device meta without any.")
 
 
 def is_whole(value: Any) -> bool:
@@ -69,7 +78,7 @@ def check_inputs(inputs: Tensor, dim: int | None = None, name: str = "inputs") -
         name: What to call it in the error.
     """
     check_input_shape(inputs, dim, name)
-    _check_finite(inputs, name, -2)
+    check_finite(inputs, name, -2)
 
 
 def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
@@ -81,8 +90,11 @@ def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
         name: What to call it in the error.
     """
     check_tensor(inputs, name)
-    if not inputs.is_floating_point():
-        raise TypeError(f"{name}: expected floating point numbers, got {inputs.dtype}.")
+    if inputs.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected floating point numbers of 32 or 64 bits, got {inputs.dtype}; "
+            f"{name}.double() makes them."
+        )
     if inputs.dim() < 2:
         raise ValueError(
             f"{name}: expected shape ... x n x d, got {tuple(inputs.shape)}; a single "
@@ -114,21 +126,21 @@ def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> 
     raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.50}.")
 
 
-def check_points(X: Any, dim: int, name: str) -> None:
+def check_points(X: Any, dim: int | None, name: str) -> None:
     """Raise unless ``X`` is a ``... x n x d`` tensor, finite or not.
 
     Args:
         X: The tensor to check.
-        dim: The expected ``d``.
+        dim: The expected ``d``, if it is known.
         name: What to call it in the error.
     """
     check_tensor(X, name)
-    if X.dim() < 2 and dim > 1:
+    if X.dim() < 2 and dim != 1:
         raise ValueError(
-            f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}; a single point is "
-            f"{name}.unsqueeze(0)."
+            f"{name}: expected shape ... x n x {'d' if dim is None else dim}, got "
+            f"{tuple(X.shape)}; a single point is {name}.unsqueeze(0)."
         )
-    if X.dim() >= 2 and X.shape[-1] != dim:
+    if X.dim() >= 2 and dim is not None and X.shape[-1] != dim:
         raise ValueError(f"{name}: expected shape ... x n x {dim}, got {tuple(X.shape)}.")
 
 
@@ -177,6 +189,88 @@ def one_hot_hint(likelihood: Likelihood | None, Y: Tensor, name: str) -> str:
     if Y.shape[-1] != getattr(likelihood, "num_classes", classes):
         return "."
     return f"; expected labels, not one-hot rows: {name}.argmax(-1, keepdim=True)."
+
+
+def check_noise(noise: Tensor, shape: torch.Size, name: str) -> None:
+    """Raise unless noise variances are finite, at least zero, and broadcast to a shape.
+
+    Args:
+        noise: The variances.
+        shape: ``... x n x m``, that of the observations.
+        name: What to call them in the error.
+    """
+    check_tensor(noise, name)
+    try:
+        fits = broadcast_shapes(noise.shape, shape) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(noise.shape)}."
+        )
+    if not bool((noise.isfinite() & (noise >= 0)).all()):
+        check_finite(noise, name)
+        raise ValueError(f"{name}: expected variances, got {noise.min().item():g}.")
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Raise unless a value is true or false."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r:.50}.")
+
+
+def check_steps(tol: Any, max_steps: Any) -> None:
+    """Raise unless a tolerance and the largest number of steps, or ``None``, are possible."""
+    check_number(tol, "tol", zero=True)
+    check_count(max_steps, "max_steps")
+
+
+def check_number(value: Any, name: str, zero: bool = False) -> None:
+    """Raise unless a value is a finite number that is more than zero.
+
+    Args:
+        value: The value.
+        name: What to call it in the error.
+        zero: Whether it may be zero.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r:.50}.")
+    number = float(value)
+    if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
+        least = "at least" if zero else "more than"
+        raise ValueError(f"{name}: expected a finite number of {least} zero, got {value}.")
+
+
+def check_count(value: Any, name: str, optional: bool = True) -> None:
+    """Raise unless a value is a whole number of at least one, or ``None``.
+
+    Args:
+        value: The value.
+        name: What to call it in the error.
+        optional: Whether it may be ``None``.
+    """
+    if value is None and optional:
+        return
+    if not is_whole(value):
+        none = " or None" if optional else ""
+        raise TypeError(f"{name}: expected a whole number{none}, got {value!r:.50}.")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least one, got {value}.")
+
+
+def check_bound(bound: Tensor, name: str) -> None:
+    """Raise unless a bound is finite: numbers may be too large for their squares.
+
+    Args:
+        bound: The evidence lower bound.
+        name: What to call the observations in the error.
+    """
+    if not bool(bound.isfinite().all()):
+        raise FloatingPointError(
+            f"{name}: the bound is not finite ({bound.flatten()[0].item()}). Check the scales of "
+            f"observations, inputs and hyperparameters: numbers must be far from the largest of "
+            f"{bound.dtype}, {torch.finfo(bound.dtype).max:.0e}. Nothing has been changed."
+        )
 
 
 def check_inducing_points(inducing_points: Tensor) -> None:
@@ -300,7 +394,7 @@ def check_data(
         if allowed is not None:
             flags.append(allowed.all())
     if not bool(torch.stack(flags).all()):
-        _check_finite(inputs, names[0], -2)
+        check_finite(inputs, names[0], -2)
         check_targets(targets, points, likelihood, names[1], **arguments)
 
 
@@ -319,7 +413,7 @@ def check_coefficients(coefficients: Tensor, inputs: Tensor, name: str) -> None:
             f"coefficients: expected shape ... x n x J for {name} of shape ... x n x J x d, got "
             f"{tuple(coefficients.shape)} and {tuple(inputs.shape)}."
         )
-    _check_finite(coefficients, "coefficients", -2)
+    check_finite(coefficients, "coefficients", -2)
 
 
 def check_weights(weights: Tensor | None, n: int) -> None:
@@ -335,7 +429,7 @@ def check_weights(weights: Tensor | None, n: int) -> None:
     if weights.shape != (n,):
         raise ValueError(f"weights: expected shape ({n},), got {tuple(weights.shape)}.")
     if not bool((weights.isfinite() & (weights >= 0)).all()):
-        _check_finite(weights, "weights", -1)
+        check_finite(weights, "weights", -1)
         raise ValueError(f"weights: expected at least zero, got {weights.min().item():g}.")
 
 
@@ -353,7 +447,7 @@ def check_targets(
     """
     check_target_shape(targets, inputs, name)
     if not isinstance(likelihood, GaussianLikelihoodWithMissingObs):
-        _check_finite(targets, name, -1)
+        check_finite(targets, name, -1, _missing_hint(targets, likelihood))
     for argument, value in kwargs.items():
         _check_argument(value, argument, targets)
     if targets.numel():
@@ -389,7 +483,7 @@ def _check_argument(value: Any, name: str, targets: Tensor) -> None:
     _check_argument_shape(value, name, targets)
     if not isinstance(value, Tensor):
         return
-    _check_finite(value, name, -1)
+    check_finite(value, name, -1)
     if name == "noise" and bool((value < 0).any()):
         raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
 
@@ -406,8 +500,27 @@ def _check_argument_shape(value: Any, name: str, targets: Tensor) -> None:
         )
 
 
-def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
-    """Observations, one after the other along a dimension, without NaN and infinity."""
+def _missing_hint(targets: Tensor, likelihood: Likelihood) -> str:
+    """The end of an error about NaN: what to do if observations are missing."""
+    if not is_conjugate(likelihood) or not targets.is_floating_point():
+        return "."
+    if targets.dim() > 1 and bool(targets.isnan().any()):
+        return (
+            "; if some outputs have not been observed everywhere, pass likelihood="
+            f"GaussianLikelihoodWithMissingObs(batch_shape=torch.Size({[*targets.shape[:-1]]}))."
+        )
+    return "; leave out what has not been observed."
+
+
+def check_finite(tensor: Tensor, name: str, dim: int = -2, hint: str = ".") -> None:
+    """Raise unless all numbers are finite.
+
+    Args:
+        tensor: The numbers.
+        name: What to call them in the error.
+        dim: The dimension along which observations come one after the other.
+        hint: The end of the error: what to do.
+    """
     if not tensor.is_floating_point():
         return
     bad = ~tensor.isfinite()
@@ -415,7 +528,7 @@ def _check_finite(tensor: Tensor, name: str, dim: int) -> None:
         first = f", the first in row {int(bad.nonzero()[:, dim].min())}" if tensor.dim() else ""
         raise ValueError(
             f"{name}: expected finite numbers, got {int(bad.sum())} NaN or infinite out of "
-            f"{tensor.numel()}{first}."
+            f"{tensor.numel()}{first}{hint}"
         )
 
 

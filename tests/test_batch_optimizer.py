@@ -103,10 +103,10 @@ def test_who_learns_what() -> None:
     assert not valid.all()
     assert isinstance(loop.objective_model, SequentialGP)
     assert isinstance(loop.validity_model, SequentialGP)
-    assert torch.equal(loop.objective_model.train_inputs[0], X[valid])
+    assert torch.equal(loop.objective_model.stream.observations.inputs, X[valid])
     assert_close(loop.objective_model.outcome_transform.means.squeeze(), Y[valid].mean())
-    assert torch.equal(loop.validity_model.train_inputs[0], X)
-    assert torch.equal(loop.validity_model.train_targets, valid.to(X))
+    assert torch.equal(loop.validity_model.stream.observations.inputs, X)
+    assert torch.equal(loop.validity_model.stream.observations.targets, valid.to(X))
     # Values of failures are ignored, or not, as it is asked for.
     values = Y.nan_to_num(-3.0)
     for learns, number in ((False, int(valid.sum())), (True, 12)):
@@ -413,7 +413,7 @@ def test_evaluations_of_several_trials() -> None:
     assert len(num_valid.unique()) > 2
     assert isinstance(loop.validity_model, SequentialGP)
     assert isinstance(loop.validity_model.likelihood, BinomialLikelihood)
-    assert torch.equal(loop.validity_model.train_targets, num_valid)
+    assert torch.equal(loop.validity_model.stream.observations.targets, num_valid)
     assert loop.best is not None
     assert loop.best[1] == Y[num_valid >= 3].max()
     assert loop.best[1] > -5e-3
@@ -470,7 +470,7 @@ def test_a_model_that_fails_leaves_it_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="luck"):
         loop.tell(make_inputs(2, 2), torch.zeros(2))
     assert len(loop.X) == 8
-    assert len(loop.objective_model.train_inputs[0]) < 9  # type: ignore[union-attr]
+    assert len(loop.objective_model.stream.observations.inputs) < 9  # type: ignore[union-attr]
 
 
 def test_bad_options() -> None:

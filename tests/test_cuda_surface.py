@@ -188,8 +188,8 @@ def state(model: SequentialGP) -> Any:
     """Everything that a model holds."""
     return [
         {name: value.detach().clone() for name, value in model.state_dict().items()},
-        model.train_inputs,
-        model.train_targets,
+        model.stream.observations.inputs,
+        model.stream.observations.targets,
         model.memory_weights,
         dict(model.likelihood_arguments),
         model.num_seen,
@@ -326,7 +326,7 @@ def test_forgetting(name: str) -> None:
         Y, arguments = observed(name, X)
         memory = MemoryOptions(6, policy="recent")
         model.update(X, Y, learn=False, memory=memory, site_steps=3, **arguments)
-        old, old_Y = model.train_inputs[0][-2:], model.to_columns(model.train_targets)[-2:]
+        old, old_Y = model.memory.inputs[-2:], model.to_columns(model.memory.targets)[-2:]
         held = {key: value[..., -2:] for key, value in model.likelihood_arguments.items()}
         if "noise" in held:
             held["noise"] = held["noise"].unsqueeze(-1)

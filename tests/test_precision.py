@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
 from gpytorch.means import ZeroMean
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from seqgp import DualELBO
+from seqgp import DualELBO, SequentialGP
 from tests.helpers import CASES, GP, latent, make_inputs
 
 JITTER = 1e-5  # the default of float32, here for both: what is compared is rounding
@@ -152,3 +153,40 @@ def test_any_likelihood_at_any_scale(name: str, variance: float) -> None:
     if variance <= 1:
         for a, b in zip(single[:6], double[:6], strict=True):
             assert (a - b).abs().max() < 1e-3 * (1 + b.abs().max())
+
+
+# -------------------------------------------------------------------- conversion
+
+
+def stream(labels: bool, lengthscale: float, dtype: torch.dtype) -> SequentialGP:
+    """A stream of which most is folded, with a kernel that is nearly singular at its inputs."""
+    kernel = ScaleKernel(RBFKernel()).to(dtype)
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, lengthscale
+    likelihood = BernoulliLikelihood() if labels else GaussianLikelihood().initialize(noise=1e-2)
+    x = make_inputs(160, 2).double()
+    y = (6 * x).sin().sum(-1, keepdim=True)
+    y = (y > 0.3).double() if labels else y / y.std() - (y / y.std()).mean()
+    parts = list(zip(x.to(dtype).split(40), y.to(dtype).split(40), strict=True))
+    model = SequentialGP(*parts[0], likelihood=likelihood.to(dtype), covar_module=kernel)
+    for part in parts[1:]:
+        model.update(*part, learn=False, memory=20)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.InputDataWarning")
+@pytest.mark.parametrize(("labels", "lengthscale"), [(True, 0.3), (False, 0.3), (False, 1.0)])
+def test_conversion_is_as_good_as_a_stream_in_that_precision(
+    labels: bool, lengthscale: float
+) -> None:
+    """What is lost is what the larger jitter of float32 loses anyway; and back, no more."""
+    double, single = (stream(labels, lengthscale, dtype) for dtype in (torch.double, torch.float))
+    x = make_inputs(40, 2).double()
+    expected = double.posterior(x).mean
+    native = (single.posterior(x.float()).mean.double() - expected).abs().max()
+    converted = copy.deepcopy(double).float()
+    error = (converted.posterior(x.float()).mean.double() - expected).abs().max()
+    back = (converted.double().posterior(x).mean - expected).abs().max()
+    assert native < 0.02
+    assert error < 1.2 * native + 1e-3
+    assert back < 3 * native + 1e-3
+    converted.update(x[:5], expected[:5].sign().clamp_min(0) if labels else expected[:5])

@@ -44,6 +44,7 @@ def steps(
         covar_module=stream.kernel(ard),
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
+        outcome_transform=None,
     )
     if memory is None:
         memory = MemoryOptions(capacity=None, per_update=10, policy=policy)
@@ -96,6 +97,7 @@ def fitted_to(
         mean_module=ZeroMean(),
         inducing_points=stream.Z,
         learn_inducing_points=learn_inducing_points,
+        outcome_transform=None,
     )
     if learn:
         fit_gpytorch_mll(DualELBO(model.likelihood, model), starts=1, epochs=50)

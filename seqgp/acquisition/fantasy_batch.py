@@ -181,14 +181,12 @@ def valid_improvement(
 
     Example:
         >>> import torch
-        >>> from botorch.models.transforms import Standardize
         >>> from gpytorch.likelihoods import BernoulliLikelihood
         >>> from seqgp import SequentialGP
         >>> from seqgp.acquisition import best_valid, fantasy_batch, valid_improvement
         >>> X = torch.linspace(0, 1, 10, dtype=torch.double).unsqueeze(-1)
         >>> Y, valid = torch.sin(5 * X), X < 0.8
-        >>> scale = Standardize(1)
-        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]], outcome_transform=scale)
+        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]])
         >>> validity = SequentialGP(X, valid.to(X), likelihood=BernoulliLikelihood())
         >>> bounds = torch.tensor([[0.0], [1.0]], dtype=torch.double)
         >>> acquisition = valid_improvement(best_valid(Y, valid))

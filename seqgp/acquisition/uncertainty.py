@@ -54,12 +54,14 @@ class Link(NamedTuple):
         forward: The function.
         inverse: Its inverse.
         probability: Whether its values are probabilities.
+        scale: The derivative of a linear link, ``None`` for others.
     """
 
     name: str
     forward: Callable[[Tensor], Tensor]
     inverse: Callable[[Tensor], Tensor]
     probability: bool = False
+    scale: float | None = None
 
 
 LINKS = {
@@ -68,8 +70,23 @@ LINKS = {
     "softplus": Link(
         "softplus", torch.nn.functional.softplus, lambda t: t + (-torch.expm1(-t)).log()
     ),
-    "identity": Link("identity", lambda f: f, lambda t: t),
+    "identity": Link("identity", lambda f: f, lambda t: t, scale=1.0),
 }
+
+
+def linear_link(offset: float, scale: float) -> Link:
+    """The link of a latent function that is standardised: ``offset + scale * f``.
+
+    Args:
+        offset: The offset.
+        scale: The scale, positive.
+    """
+    return Link(
+        f"linear({offset!r}, {scale!r})",
+        lambda f: offset + scale * f,
+        lambda t: (t - offset) / scale,
+        scale=scale,
+    )
 
 
 @singledispatch
@@ -137,7 +154,7 @@ class Uncertainty:
             raise ValueError(f"threshold: required for {criterion!r}, got None.")
         if criterion == "entropy" and not link.probability:
             raise ValueError(
-                f"criterion: 'entropy' is for probabilities, but the link is {link.name!r}; use "
+                f"criterion: 'entropy' is for probabilities, but the link is {link.name}; use "
                 "'variance' or 'threshold-entropy'."
             )
         self.criterion, self.link, self.latent_threshold = criterion, link, 0.0
@@ -160,8 +177,9 @@ class Uncertainty:
         if self.needs_threshold:
             z = (mean - self.latent_threshold) * variance.rsqrt()
             return _of_z(self.criterion, z)
-        if self.link.name == "identity":
-            return variance.expand(broadcast_shapes(mean.shape, variance.shape))
+        if self.link.scale is not None:
+            moments = self.link.scale**2 * variance
+            return moments.expand(broadcast_shapes(mean.shape, variance.shape))
         first, second = _moments(self.link, mean, variance)
         return _of_moments(self.criterion, first, second)
 

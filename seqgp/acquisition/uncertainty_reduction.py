@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
+from botorch.models.utils import gpt_posterior_settings
 from botorch.sampling.normal import SobolQMCNormalSampler
 from botorch.utils.transforms import concatenate_pending_points, t_batch_mode_transform
 from torch import Tensor
 
 from seqgp.acquisition.look_ahead import PRECISION, LookAhead, Marginals, look_ahead, marginals
-from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
+from seqgp.acquisition.uncertainty import Link, Uncertainty, linear_link, link_of, nugget_of
 from seqgp.likelihoods.traits import has_one_latent
+from seqgp.models.outcomes import affine
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.progress import progress_bar
 from seqgp.validation import check_arguments, check_inputs
@@ -291,11 +293,11 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         nugget = nugget_of(self.model.likelihood)
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
         locations = self.locations.reshape(*[1] * (X.dim() - 2), *self.locations.shape)
-        posteriors: tuple[Any, Any] = (
-            self.model.posterior(self.locations),
-            fantasies.posterior(locations),
-        )
-        moments = [(p.mean.squeeze(-1), p.variance.squeeze(-1) + nugget) for p in posteriors]
+        moments = []
+        for model, where in ((self.model, self.locations), (fantasies, locations)):
+            with gpt_posterior_settings():
+                f = model.eval()(model.transform_inputs(where))
+            moments.append((f.mean, f.variance + nugget))
         for uncertainty in self.uncertainties:
             now, after = (uncertainty(*each) @ self.weights for each in moments)
             yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
@@ -340,19 +342,28 @@ def checked_criteria(
             "model: expected one output and one latent function; select an output with "
             "model.subset_output."
         )
-    if hasattr(model, "outcome_transform"):
-        raise ValueError(
-            "model: with an outcome_transform the latent function and the threshold are on "
-            "different scales; transform the targets beforehand instead."
-        )
-    check_inputs(locations, model.train_inputs[0].shape[-1], name)
+    link = _link_of(model)
+    check_inputs(locations, model.stream.observations.inputs.shape[-1], name)
     if locations.dim() != 2 or len(locations) == 0:
         raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
     criteria = [criterion] if isinstance(criterion, str) else list(criterion)
     if not criteria:
         raise ValueError("criterion: expected at least one, got none.")
-    link = link_of(model.likelihood)
     return [Uncertainty(each, link, threshold) for each in criteria], locations
+
+
+def _link_of(model: SequentialGP) -> Link:
+    """The link from the latent function of a model to the scale of its observations."""
+    link, transform = link_of(model.likelihood), getattr(model, "outcome_transform", None)
+    if transform is None:
+        return link
+    inverse = affine(transform)
+    if inverse is None or link.scale is None:
+        raise ValueError(
+            "model: with a non-linear outcome_transform the latent function and the threshold are "
+            "on different scales; transform the targets beforehand instead."
+        )
+    return linear_link(float(inverse.offset), float(inverse.scale))
 
 
 def checked_weights(weights: Tensor | None, locations: Tensor) -> Tensor:

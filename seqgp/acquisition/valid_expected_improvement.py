@@ -68,14 +68,12 @@ class LogValidExpectedImprovement(AcquisitionFunction):
 
     Example:
         >>> import torch
-        >>> from botorch.models.transforms import Standardize
         >>> from gpytorch.likelihoods import BernoulliLikelihood
         >>> from seqgp import SequentialGP
         >>> from seqgp.acquisition import LogValidExpectedImprovement, best_valid
         >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
         >>> Y, valid = torch.sin(5 * X), X < 0.8
-        >>> scale = Standardize(1)
-        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]], outcome_transform=scale)
+        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]])
         >>> validity = SequentialGP(X, valid.to(X), likelihood=BernoulliLikelihood())
         >>> acqf = LogValidExpectedImprovement(objective, validity, best_valid(Y, valid))
         >>> acqf(torch.rand(5, 1, 1, dtype=torch.double)).shape
@@ -164,14 +162,12 @@ class qLogValidExpectedImprovement(MCAcquisitionFunction):
 
     Example:
         >>> import torch
-        >>> from botorch.models.transforms import Standardize
         >>> from gpytorch.likelihoods import BernoulliLikelihood
         >>> from seqgp import SequentialGP
         >>> from seqgp.acquisition import best_valid, qLogValidExpectedImprovement
         >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
         >>> Y, valid = torch.sin(5 * X), X < 0.8
-        >>> scale = Standardize(1)
-        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]], outcome_transform=scale)
+        >>> objective = SequentialGP(X[valid[:, 0]], Y[valid[:, 0]])
         >>> validity = SequentialGP(X, valid.to(X), likelihood=BernoulliLikelihood())
         >>> acqf = qLogValidExpectedImprovement(objective, validity, best_valid(Y, valid))
         >>> acqf(torch.rand(5, 3, 1, dtype=torch.double)).shape

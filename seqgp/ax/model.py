@@ -258,11 +258,10 @@ class AxSequentialGP(SequentialGP):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load hyperparameters only, and condition on the model's own data.
+        """Load hyperparameters only, as far as they fit, and condition on the model's own data.
 
         Ax loads states for cross validation: hyperparameters are learnt from all data, and the
-        model has some of them left out. The posterior, which is part of a state, must not be
-        loaded.
+        model has some of them left out. These may have been folded into the summary of a stream.
 
         Args:
             state_dict: A state.
@@ -277,9 +276,7 @@ class AxSequentialGP(SequentialGP):
             and not name.startswith("variational_strategy.")
             and value.shape == own[name].shape
         }
-        torch.nn.Module.load_state_dict(self, learnt, strict=False)
-        self.variational_strategy.clear_cache()
-        self.refresh()
+        super().load_state_dict(learnt, strict=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> AxSequentialGP:
         self._predictor = None

@@ -75,7 +75,7 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at"),
 }
 _NUMBER = int | float
 
@@ -232,6 +232,7 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _content(model: torch.nn.Module) -> dict[str, Any]:
     """All about a model, as plain data."""
     parts, reason = None, None
+    _settle(model)
     try:
         parts = _describe_parts(model)
     except CannotDescribe as error:
@@ -274,6 +275,13 @@ def _tensors(
             saved = kind == "held" and name in _with_attributes(model)
             if isinstance(value, Tensor) and not saved:
                 yield name, module, key, value
+
+
+def _settle(model: torch.nn.Module) -> None:
+    """Let all strategies know the basis of their duals, also those from a training loop."""
+    for module in model.modules():
+        if isinstance(module, DualVariationalStrategy):
+            module.settle()
 
 
 def _with_attributes(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -417,6 +425,7 @@ def _build(content: dict[str, Any]) -> SequentialGP:
         learn_inducing_points=learns_Z,
         likelihood_arguments={key: value[..., :0] for key, value in held.arguments.items()},
         coefficients=None if held.coefficients is None else held.coefficients[..., :0, :],
+        outcome_transform=None,  # set below
         **{name: parts[name] for name in _GIVEN},
     )
     for name in _SET:
@@ -455,6 +464,7 @@ def _copy_of(like: Any, content: dict[str, Any]) -> Any:
 @torch.no_grad()
 def _restore(model: Any, content: dict[str, Any]) -> None:
     """Give a model of the right modules everything else."""
+    _settle(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters, saved = dict(model.named_parameters()), content["parameters"]
     if parameters.keys() != saved.keys():
@@ -492,6 +502,8 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
     strategy: DualVariationalStrategy = model.variational_strategy
     strategy.clear_cache()
     strategy.observed = None
+    if isinstance(model, SequentialGP):
+        model.note_hyperparameters()
     if content["observed"] is not None:
         fields = {key: rebuild(value) for key, value in content["observed"].items()}
         sites = Sites(fields["lam"], fields["beta"])

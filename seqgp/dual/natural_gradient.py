@@ -342,7 +342,7 @@ def fixed_point(
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
     steps, history = 1, _History(bound)
     while True:
-        scale, move = layout.scale(ahead), ahead - now
+        scale, move = layout.scale(now, ahead), ahead - now
         change = move / scale
         residual = _largest(change).nan_to_num(nan=torch.inf)
         unfinished = residual > tol
@@ -412,12 +412,20 @@ class _Layout(Generic[Pair]):
         parts = zip(vector.split(self.sizes, -1), self.shapes, strict=True)
         return self.kind(*(part.reshape(*part.shape[:-1], *shape) for part, shape in parts))
 
-    def scale(self, vector: Tensor) -> Tensor:
-        """``... x k``, for each element the largest of its tensor, but not zero."""
-        parts = vector.split(self.sizes, -1)
-        smallest = torch.finfo(vector.dtype).tiny
-        sizes = [_largest(part).clamp_min(smallest).unsqueeze(-1) for part in parts]
-        return torch.cat([size.expand_as(p) for size, p in zip(sizes, parts, strict=True)], -1)
+    def scale(self, state: Tensor, target: Tensor) -> Tensor:
+        """``... x k``, what a change of each element is compared with.
+
+        The largest element of its tensor before or after (labels of which a state is too certain
+        have sites that vanish), or for natural means the root of the largest precision if that is
+        more: they may cancel, as those of as many ones as zeros at the same input do.
+        """
+        smallest = torch.finfo(target.dtype).tiny
+        lam, precision = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
+        if not target.shape[-1]:
+            return torch.ones_like(target)
+        largest = precision.amax(-1, keepdim=True).clamp_min(smallest)
+        means = torch.maximum(lam.amax(-1, keepdim=True), largest.sqrt())
+        return torch.cat([means.expand_as(lam), largest.expand_as(precision)], -1)
 
 
 class _History:

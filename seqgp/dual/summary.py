@@ -73,16 +73,16 @@ def fold(
         summary: The summary, in the basis of ``A``.
         A: ``... x m x n`` whitened cross-covariance.
         sites: Their sites.
-        residual: ``... x n``, targets minus prior mean.
+        residual: ``... x n``, targets minus prior mean; NaN where an observation is missing.
         noise: ``... x 1`` or ``... x n`` noise variance of Gaussian observations, ``None`` for
             other likelihoods.
         sign: 1 to add, -1 to take out.
     """
-    square, number = summary.square, summary.number + sign * residual.shape[-1]
+    square, number = summary.square, summary.number + sign * (~residual.isnan()).sum(-1)
     scale: Tensor | int = sign
     if noise is not None:
         scale = sign * noise
-        square = square + sign * residual.square().sum(-1)
+        square = square + sign * residual.square().nansum(-1)
     sites = Sites(sites.lam * scale, (sites.beta * scale).expand_as(sites.lam))
     return Summary(add(summary.duals, tie(A, sites)), square, number)
 

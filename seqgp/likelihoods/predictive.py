@@ -45,6 +45,9 @@ def log_predictive(
     Returns:
         A ``... x n`` tensor.
     """
+    if not targets.numel():  # of which PyTorch does not make some distributions
+        points = mean if has_one_latent(likelihood) else mean[..., 0]
+        return torch.zeros_like(points + targets)
     nodes, log_weights = latent_nodes(mean, not has_one_latent(likelihood))
     samples = mean + variance.sqrt() * nodes
     log_prob = conditional_log_prob(likelihood, targets, samples, **kwargs)

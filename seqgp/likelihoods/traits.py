@@ -9,6 +9,7 @@ from typing import Any
 
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
+    DirichletClassificationLikelihood,
     FixedNoiseGaussianLikelihood,
     GaussianLikelihood,
     GaussianLikelihoodWithMissingObs,
@@ -16,6 +17,7 @@ from gpytorch.likelihoods import (
     Likelihood,
     PoissonLikelihood,
     SoftmaxLikelihood,
+    StudentTLikelihood,
 )
 from torch import Tensor
 
@@ -51,6 +53,18 @@ def precision_floor(likelihood: Likelihood) -> float | None:
 def is_conjugate(likelihood: Likelihood) -> bool:
     """Whether sites do not depend on the posterior, so that one step is exact."""
     return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
+
+
+def is_real_valued(likelihood: Likelihood) -> bool:
+    """Whether observations are real numbers on a scale of their own, which can be standardised.
+
+    Likelihoods that are not known may have limits or constants on the scale of the observations:
+    theirs are left alone.
+    """
+    known = is_conjugate(likelihood) or isinstance(
+        likelihood, LaplaceLikelihood | StudentTLikelihood
+    )
+    return known and not isinstance(likelihood, DirichletClassificationLikelihood)
 
 
 def has_closed_form(likelihood: Likelihood) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +18,27 @@ from botorch.models.utils.inducing_point_allocators import (
     GreedyVarianceReduction,
     InducingPointAllocator,
 )
+from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.kernels import Kernel
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods import (
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihoodWithMissingObs,
+    Likelihood,
+)
 from gpytorch.means import ConstantMean, Mean
 from torch import Tensor
 
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
+from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
 from seqgp.validation import (
     check_coefficients,
     check_inputs,
     check_instance,
     check_targets,
+    check_tensor,
     check_Y,
+    is_whole,
     one_hot_hint,
 )
 
@@ -51,6 +61,9 @@ class Parts(NamedTuple):
         num_outputs: The number of outputs.
         batch_shape: Of the duals, without latents.
         has_output_dim: Whether the last batch dimension is that of the outputs.
+        input_transform: The input transform, whose statistics are frozen.
+        outcome_transform: The outcome transform, which has learnt its statistics.
+        standardizes_by_default: Whether it is the default one.
     """
 
     observations: Observations
@@ -62,53 +75,73 @@ class Parts(NamedTuple):
     num_outputs: int
     batch_shape: torch.Size
     has_output_dim: bool
+    input_transform: InputTransform | None
+    outcome_transform: OutcomeTransform | None
+    standardizes_by_default: bool
 
 
 def assemble(
     train_X: Tensor,
-    train_Y: Tensor,
+    train_Y: Tensor | None,
     train_Yvar: Tensor | None,
     likelihood: Likelihood | None,
     covar_module: Kernel | None,
     mean_module: Mean | None,
     inducing_points: Tensor | int | None,
     input_transform: InputTransform | None,
-    outcome_transform: OutcomeTransform | None,
+    outcome_transform: OutcomeTransform | _DefaultType | None,
     allocator: InducingPointAllocator | None,
-    likelihood_arguments: dict[str, Any] | None,
+    likelihood_arguments: Mapping[str, Any] | None,
     coefficients: Tensor | None,
+    num_outputs: int | None,
 ) -> Parts:
     """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
-    points = train_X
+    observed_X, points = train_X, train_X
     if coefficients is not None:
         check_coefficients(coefficients, train_X, "train_X")
         points = train_X[..., 0, :]
     check_inputs(points, name="train_X")
+    if train_Y is None:  # nothing has been observed yet
+        observed_X = points = train_X[..., :0, :]
+        train_Y = _no_observations(points, likelihood, coefficients, num_outputs)
     check_Y(points, train_Y, "train_X", "train_Y")
     for name, part, kind in (
         ("likelihood", likelihood, Likelihood),
         ("covar_module", covar_module, Kernel),
         ("mean_module", mean_module, Mean),
         ("input_transform", input_transform, InputTransform),
-        ("outcome_transform", outcome_transform, OutcomeTransform),
     ):
         check_instance(part, kind, name)
+    is_default = outcome_transform is DEFAULT
+    outcomes: Any = None if is_default else outcome_transform
+    check_instance(outcomes, OutcomeTransform, "outcome_transform")
     if train_Yvar is not None:
         _check_noise(train_Y, train_Yvar, likelihood)
-    train_X, train_Y = train_X.detach(), train_Y.detach()
+    train_X, observed_X, train_Y = train_X.detach(), observed_X.detach(), train_Y.detach()
+    train_Yvar = None if train_Yvar is None else train_Yvar.detach()
     if not train_Y.is_floating_point():
         train_Y = train_Y.to(train_X)
-    given_Y = train_Y
+    given_Y, given_arguments = train_Y, dict(likelihood_arguments or {})
+    gaussian = likelihood is not None and is_conjugate(likelihood)
+    if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
+        train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
     flat = train_X if coefficients is None else train_X.flatten(-3, -2)
     with torch.no_grad():
         X = flat
         if input_transform is not None:
             input_transform.to(train_X).train()
             X = input_transform(flat)
-        if outcome_transform is not None:
-            outcome_transform.to(train_X).train()
-            at = X if coefficients is None else points
-            train_Y, train_Yvar = outcome_transform(train_Y, train_Yvar, X=at)
+        at = X[..., : points.shape[-2], :] if coefficients is None else points
+        if is_default:
+            outcomes = default_transform(train_Y, likelihood, coefficients is not None)
+        elif outcomes is not None:
+            outcomes.to(train_X).train()
+            outcomes(train_Y, train_Yvar, X=at)  # learns its statistics, if it has any
+        if outcomes is not None:
+            train_Y, train_Yvar = transform_observations(
+                outcomes, train_Y, train_Yvar, at, coefficients
+            )
+            _check_statistics(outcomes)
     m, batch_shape = train_Y.shape[-1], points.shape[:-2]
     aug_batch_shape = torch.Size([*batch_shape, m]) if m > 1 else batch_shape
     Y, noise = _to_targets(train_Y), None if train_Yvar is None else _to_targets(train_Yvar)
@@ -118,38 +151,38 @@ def assemble(
         else:
             likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
     likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
-    arguments = _arguments(likelihood_arguments or {}, train_Y.shape)
+    arguments = _arguments(given_arguments, train_Y.shape)
     if noise is not None:
         arguments["noise"] = noise
     latents = _num_latents(likelihood, train_Y)
+    if num_outputs not in (None, latents or m):
+        raise ValueError(
+            f"num_outputs: expected {latents or m}, one for each column of train_Y or each latent "
+            f"function of the likelihood, got {num_outputs}; leave it out."
+        )
     # Modules are shared by the latents: batches have a dimension of size 1 for these.
     module_shape = aug_batch_shape
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
     observations = _observations(
-        train_X,
+        observed_X,
         Y,
         likelihood,
         arguments,
         coefficients,
-        outcome_transform,
+        outcomes,
         _to_targets(given_Y),
         m > 1,
     )
     if covar_module is None:
-        if has_closed_form(likelihood) and coefficients is None:  # which no missing target is
-            validate_input_scaling(train_X=X, train_Y=train_Y, train_Yvar=train_Yvar)
+        if len(observations):
+            _check_scaling(X, train_Y, train_Yvar, likelihood, coefficients is not None)
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
     Z = choose_inducing_points(X, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
-    if input_transform is not None:
-        # Frozen: Z and the past live in the transformed space.
-        for transform in input_transform.modules():
-            if isinstance(transform, AffineInputTransform):
-                transform.learn_coefficients = False
     if mean_module is None:
         mean_module = ConstantMean(batch_shape=module_shape)
     return Parts(
@@ -162,12 +195,72 @@ def assemble(
         m if latents is None else latents,
         aug_batch_shape,
         m > 1,
+        None if input_transform is None else _frozen(input_transform),
+        outcomes,
+        is_default and outcomes is not None,
     )
+
+
+def _no_observations(
+    points: Tensor,
+    likelihood: Likelihood | None,
+    coefficients: Tensor | None,
+    num_outputs: int | None,
+) -> Tensor:
+    """``... x 0 x m`` targets of a model that is built before anything has been observed."""
+    if coefficients is not None:
+        raise ValueError("train_Y: expected observations of the functionals, got None.")
+    one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
+    return points.new_zeros(*points.shape[:-1], 1 if one else num_outputs or 1)
+
+
+def _check_scaling(
+    X: Tensor, Y: Tensor, Yvar: Tensor | None, likelihood: Likelihood, functionals: bool
+) -> None:
+    """BoTorch's warnings about data for which its default priors are not meant.
+
+    Inputs are looked at for every likelihood; observations if they should be standardised.
+    """
+    if not X.shape[-2]:
+        return
+    scaled = is_real_valued(likelihood) and not functionals
+    if isinstance(likelihood, GaussianLikelihoodWithMissingObs) or not scaled:
+        Y, Yvar = X.new_zeros(1, 1), None  # which are standardised: a single one, and zero
+    validate_input_scaling(train_X=X, train_Y=Y, train_Yvar=Yvar)
+
+
+def _frozen(transform: InputTransform) -> InputTransform:
+    """A transform with frozen statistics: inducing points and the past are in its space.
+
+    It is a copy, so that the caller's can go on learning them. Parameters are shared, so that the
+    caller sees what a fit makes of them.
+    """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in transform.parameters()}
+    result: InputTransform = copy.deepcopy(transform, shared)
+    for module in result.modules():
+        if isinstance(module, AffineInputTransform):
+            module.learn_coefficients = False
+    return result
+
+
+def _check_statistics(transform: OutcomeTransform) -> None:
+    """Raise if observations are too large for what a transform learns from them."""
+    for statistics in transform.buffers():
+        if not bool(statistics.isfinite().all()):
+            raise ValueError(
+                f"train_Y: its mean or its standard deviation overflows in {statistics.dtype}; "
+                "scale the observations."
+            )
 
 
 def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:
     """Raise unless noise variances fit targets and likelihood."""
-    check_instance(train_Yvar, Tensor, "train_Yvar")
+    if isinstance(train_Yvar, Likelihood):  # the third argument of SingleTaskVariationalGP
+        raise TypeError(
+            f"train_Yvar: expected noise variances, got a {type(train_Yvar).__name__}; pass it as "
+            "likelihood=."
+        )
+    check_tensor(train_Yvar, "train_Yvar")
     if train_Yvar.shape != train_Y.shape:
         raise ValueError(
             f"train_Yvar: expected the shape of train_Y, {tuple(train_Y.shape)}, got "
@@ -183,6 +276,21 @@ def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | N
 def _to_targets(Y: Tensor) -> Tensor:
     """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
     return Y.mT if Y.shape[-1] > 1 else Y.squeeze(-1)
+
+
+def _noise_columns(noise: Tensor, Y: Tensor) -> Tensor:
+    """Noise variances ``... [x m] x n``, or as ``Y`` is, in the shape of ``Y``, ``... x n x m``."""
+    if noise.shape == Y.shape:
+        return noise
+    m, n = Y.shape[-1], Y.shape[-2]
+    try:
+        rows = noise.expand(*Y.shape[:-2], *([m] if m > 1 else []), n)
+    except RuntimeError:
+        raise ValueError(
+            f"noise: expected shape ... x {n}, an element for each observation, got "
+            f"{tuple(noise.shape)}."
+        ) from None
+    return rows.mT if m > 1 else rows.unsqueeze(-1)
 
 
 def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
@@ -249,7 +357,7 @@ def _observations(
             f"into what {type(likelihood).__name__} cannot observe; observations that are not "
             "real numbers are not transformed: leave it out."
         ) from error
-    return checked.to(torch.clone)
+    return checked.to(lambda tensor: tensor.detach().clone())
 
 
 def choose_inducing_points(
@@ -273,7 +381,7 @@ def choose_inducing_points(
                 f"{tuple(inducing_points.shape)}."
             )
         return inducing_points
-    if inducing_points is not None and not isinstance(inducing_points, int):
+    if inducing_points is not None and not is_whole(inducing_points):
         raise TypeError(
             f"inducing_points: expected a tensor or a whole number, got {inducing_points!r:.50}."
         )

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.traits import precision_floor
+from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
-from seqgp.streaming.model import StreamModel
+from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, turning_back
+from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
 #: more, the data come in minibatches.
@@ -38,23 +40,8 @@ ROUND_TOLERANCE = 0.1
 EPOCH_TOLERANCE = 1e-4
 
 
-class FittedModel(StreamModel, Protocol):
-    """What a fit needs of a model beyond what an update does."""
-
-    @property
-    def num_data(self) -> int:
-        """How many observations the model holds."""
-        ...
-
-    @property
-    def inducing_points_cover_data(self) -> bool:
-        """Whether the inducing points are the inputs."""
-        ...
-
-    #: Whether the user has said where the inducing points are.
-    keeps_inducing_points: bool
-    #: Whether they are moved by gradient.
-    fits_inducing_points: bool
+class FittedModel(DataModel, Protocol):
+    """What a fit needs of a model beyond what others do."""
 
     def choose_inducing_points(self, number: int) -> Tensor:
         """Inducing points for the present kernel."""
@@ -109,6 +96,13 @@ def fit(
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
     model.check_not_fantasy()
+    check_count(batch_size, "batch_size")
+    check_count(epochs, "epochs")
+    check_count(rounds, "rounds", optional=False)
+    check_number(learning_rate, "learning_rate")
+    check_number(rho, "rho")
+    check_step_size(rho)
+    check_flag(progress, "progress")
     if closure is not None:
         mll = _fit_fallback_approximate(
             mll,
@@ -139,6 +133,34 @@ def fit(
     return mll.eval()
 
 
+def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
+    """The negative objective per observation at the training data, the sites converged.
+
+    Args:
+        model: The model.
+        mll: As for `fit`.
+
+    Returns:
+        A tensor of the batch shape of the model.
+    """
+    model.check_not_fantasy()
+    if isinstance(mll, _ApproximateMarginalLogLikelihood) and not isinstance(mll, DualELBO):
+        model.refresh()
+        data = model.stream.observations
+        value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
+        return -value
+    dual = mll if isinstance(mll, DualELBO) else DualELBO(mll.likelihood, model)
+    bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
+    return -dual.with_priors(bound, max(model.num_data, 1))
+
+
+def _is_exact(model: FittedModel) -> bool:
+    """Whether the bound can be computed as that of inducing points at all inputs."""
+    if not model.inducing_points_cover_data or model.variational_strategy.has_summary:
+        return False
+    return precision_floor(model.likelihood) == 0.0
+
+
 def _fit_full_batch(
     model: FittedModel,
     mll: _ApproximateMarginalLogLikelihood,
@@ -158,9 +180,7 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
-    exact = (
-        covers and dual and not strategy.has_summary and precision_floor(model.likelihood) == 0.0
-    )
+    exact = dual and _is_exact(model)
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
     sites: Sites | None = None
 
@@ -183,7 +203,7 @@ def _fit_full_batch(
         bar.update()
         model.refresh()
         data = model.stream.observations
-        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
+        return _loss(model, mll, data)
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
@@ -245,6 +265,9 @@ def _fit_minibatches(
 ) -> None:
     data, n = model.stream.observations, model.num_data
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
+    Z = model.variational_strategy.inducing_points
+    if moves and isinstance(Z, torch.nn.Parameter):
+        Z.requires_grad_(True)
     parameters, bounds = get_parameters_and_bounds(
         mll,
         name_filter=None if moves else lambda name: "inducing_points" not in name,
@@ -262,7 +285,7 @@ def _fit_minibatches(
             for index in order.split(options.size):
                 part = data.select(index)
                 model.natural_gradient_step(part, options.rho)
-                yield partial(_minibatch_loss, model, mll, part)
+                yield partial(_loss, model, mll, part)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         if options.epochs is not None:
@@ -291,10 +314,10 @@ def _fit_minibatches(
         )
 
 
-def _minibatch_loss(
-    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, part: Observations
-) -> Tensor:
-    return -mll(model(part.inputs), part.targets, **part.arguments).sum()
+def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:
+    """Any bound as a function of hyperparameters, with the sites as they are."""
+    with fixed_sites():
+        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
 
 
 class _Halving:

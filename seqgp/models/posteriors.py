@@ -197,6 +197,9 @@ class ObservationPosterior(Posterior):
 
     def _moments(self) -> tuple[Tensor, Tensor]:
         mean, variance = self.latent.mean, self.latent.variance
+        if not mean.numel():  # of which PyTorch does not make some distributions
+            nothing = torch.zeros_like(mean[..., :1] if self.several_latents else mean)
+            return nothing, nothing
         nodes, weights = self._nodes(mean)
         conditional = self._conditional(mean + variance.sqrt() * nodes)
         first, second = conditional_moments(conditional)

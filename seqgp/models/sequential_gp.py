@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.models import SingleTaskGP
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
@@ -21,6 +21,7 @@ from botorch.models.utils.inducing_point_allocators import InducingPointAllocato
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
+from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
@@ -37,9 +38,18 @@ from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
-from seqgp.models.fit import fit
+from seqgp.models.fit import fit, loss
+from seqgp.models.loading import load_state
+from seqgp.models.outcomes import transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
+from seqgp.models.train_mode import TrainingMarginals
+from seqgp.models.training_data import (
+    train_inputs,
+    train_targets,
+    untransformed_inputs,
+)
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.inducing_points import InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
@@ -56,10 +66,15 @@ from seqgp.streaming.update import (
 )
 from seqgp.validation import (
     check_arguments,
+    check_bound,
+    check_finite,
+    check_flag,
     check_input_shape,
     check_inputs,
     check_instance,
+    check_noise,
     check_points,
+    check_steps,
     check_targets,
     check_tensor,
     check_Y,
@@ -81,9 +96,20 @@ _UPDATE_OPTIONS = (
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
 
-    A drop-in for `SingleTaskGP` and `SingleTaskVariationalGP`. The posterior is sensible from the
-    start: the sites are converged at the initial hyperparameters; `fit_gpytorch_mll` with a
-    `DualELBO` learns the hyperparameters.
+    It takes the place of `SingleTaskGP`, whose arguments come first, and has its defaults: kernel,
+    priors, noise, `Standardize`. With Gaussian observations and an inducing point at each input,
+    which is the default up to a thousand of them, its posterior at equal hyperparameters is that of
+    `SingleTaskGP`, and so are its loss in BoTorch's fitting routines, conditioned models, training
+    data and leave-one-out predictions. Differences:
+
+    * The posterior is converged at the initial hyperparameters, and again when a prediction finds
+      that hyperparameters, noise or the input transform have been set.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
+      loop of your own only the former works: in train mode the model returns its posterior, where
+      an exact GP returns its prior.
+    * Statistics of transforms are those of the first data, also along a stream.
+    * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
+      so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
     Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
     as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of
@@ -91,19 +117,25 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     Args:
         train_X: ``batch_shape x n x d`` inputs.
-        train_Y: ``batch_shape x n x m`` targets.
+        train_Y: ``batch_shape x n x m`` targets. Without, nothing has been observed: inducing
+            points are chosen among ``train_X``, and the posterior is the prior until the first
+            `update`.
         train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
         likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
             fixed noise if ``train_Yvar`` is given.
         covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
         mean_module: The mean; by default a constant.
+        outcome_transform: Applied to the targets. By default a `Standardize` if observations are
+            real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
+            `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
+            for nothing in any case. Its statistics are those of the training data and stay so.
+            The parameters of a likelihood are on the scale of transformed targets.
+        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
+            at construction.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
             or their largest number, if they are chosen among the inputs: fewer where others would
             add nothing, and more later if a stream asks for it. By default all inputs, up to a
             thousand of them, and beyond that a few hundred that are chosen greedily.
-        input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
-            at construction.
-        outcome_transform: Applied to the targets; for real-valued likelihoods only.
         inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
             default greedily by variance reduction. Along a stream, it chooses them anew where new
             inputs ask for it; by default redundant ones are exchanged.
@@ -111,10 +143,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             do, and fits choose them anew among the inputs as hyperparameters change, which is
             faster and as accurate.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
-            ``batch_shape x n`` each (``{"total_count": ...}``).
+            ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
+            ``train_Y``.
         coefficients: ``batch_shape x n x J``, for observations of functionals
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
+        num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
 
     Example:
         >>> import torch
@@ -141,23 +175,31 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
     fits_inducing_points: bool
+    #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
+    standardizes_by_default: bool
+    #: Inputs that the model has been conditioned on, each ``... x q x d``, as they were given.
+    conditioned_inputs: tuple[Tensor, ...] = ()
+    #: The hyperparameters and transforms that the posterior belongs to.
+    settled_at: tuple[Tensor, ...] = ()
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
     def __init__(
         self,
         train_X: Tensor,
-        train_Y: Tensor,
+        train_Y: Tensor | None = None,
         train_Yvar: Tensor | None = None,
         likelihood: Likelihood | None = None,
         covar_module: Kernel | None = None,
         mean_module: Mean | None = None,
-        inducing_points: Tensor | int | None = None,
+        outcome_transform: OutcomeTransform | _DefaultType | None = DEFAULT,
         input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None,
+        *,
+        inducing_points: Tensor | int | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> None:
         parts = assemble(
             train_X,
@@ -172,7 +214,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             inducing_point_allocator,
             likelihood_arguments,
             coefficients,
+            num_outputs,
         )
+        if learn_inducing_points is not None:
+            check_flag(learn_inducing_points, "learn_inducing_points")
         self.has_output_dim = parts.has_output_dim
         super().__init__(
             DualVariationalStrategy(
@@ -183,13 +228,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 batch_shape=parts.batch_shape,
             )
         )
+        if learn_inducing_points is None:
+            # Fits and updates know what to do with them; other optimisers leave them alone.
+            self.variational_strategy.inducing_points.requires_grad_(False)
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
-        if input_transform is not None:
-            self.input_transform = input_transform
-        if outcome_transform is not None:
-            self.outcome_transform = outcome_transform
+        if parts.input_transform is not None:
+            self.input_transform = parts.input_transform
+        if parts.outcome_transform is not None:
+            self.outcome_transform = parts.outcome_transform
+        self.standardizes_by_default = parts.standardizes_by_default
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
         self.fits_inducing_points = learn_inducing_points is True
@@ -201,27 +250,44 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         note_classes(self)
         self.to(train_X)
         self.eval()
-        self.refresh()
+        check_bound(self.refresh(), "train_Y")
 
     # ---------------------------------------------------------------- data
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
-        """The inputs that the model holds, ``batch_shape x n x d``, as they were given."""
-        return (self.stream.observations.inputs,)
+        """A copy of the inputs, ``batch_shape [x m] x n x d``, with those that were conditioned on.
+
+        They are as they were given in train mode, and transformed in eval mode. With several
+        outputs they are repeated for each. All this is as in BoTorch.
+        """
+        return (self.repeated_for_outputs(train_inputs(self, raw=self.training)),)
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
-        self.set_train_data(inputs=inputs[0], strict=False)
+        X = self.shared_by_outputs(inputs[0])
+        self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
     def train_targets(self) -> Tensor:
-        """``batch_shape [x m] x n``, the transformed targets that the model holds."""
-        return self.stream.observations.targets
+        """A copy of the transformed targets, ``batch_shape [x m] x n``, as for `train_inputs`.
+
+        Warns if the model no longer holds all that it has learnt from; see `memory`.
+        """
+        return train_targets(self)
 
     @train_targets.setter
     def train_targets(self, targets: Tensor) -> None:
         self.set_train_data(targets=targets, strict=False)
+
+    @property
+    def _has_transformed_inputs(self) -> bool:  # type: ignore[override]
+        # BoTorch asks for it where it needs inputs as they were given.
+        return not self.training and hasattr(self, "input_transform")
+
+    @property
+    def _original_train_inputs(self) -> Tensor:  # type: ignore[override]
+        return self.repeated_for_outputs(train_inputs(self, raw=True))
 
     @property
     def likelihood_arguments(self) -> dict[str, Tensor]:
@@ -269,21 +335,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """New observations as the model stores them; raises if anything is wrong with them.
 
         Args:
-            X: ``n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the arguments.
-            Y: ``n x m`` observations.
+            X: ``batch_shape x n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the
+                arguments.
+            Y: ``batch_shape x n x m`` observations.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if self.batch_shape:
-            raise RuntimeError("A batch of models cannot be updated, only a single one.")
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
+        X = self.in_precision(X.detach())
         points = X if coefficients is None else X[..., 0, :]
-        check_input_shape(points, self.variational_strategy.inducing_points.shape[-1], "X")
-        if points.dim() != 2:
-            raise ValueError(f"X: expected shape n x d, got {tuple(X.shape)}.")
+        check_input_shape(points, self.num_inputs, "X")
+        if points.shape[:-2] != self.batch_shape:
+            shape = " x ".join(map(str, [*self.batch_shape, "n", self.num_inputs]))
+            raise ValueError(f"X: expected shape {shape}, got {tuple(X.shape)}.")
         check_Y(points, Y, "X", "Y", self.num_columns, self.likelihood)
         if noise is not None:
             check_tensor(noise, "noise")
@@ -291,21 +358,25 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             raise ValueError(
                 f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
             )
-        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=len(X) > 0)
-        if len(X):
+        check_arguments(self.likelihood, arguments, _UPDATE_OPTIONS, needed=Y.shape[-2] > 0)
+        if Y.shape[-2]:
             check_not_held(self.likelihood, arguments)
         arguments = self._per_point(arguments, Y.shape)
+        arguments = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         held = self.stream.observations
         if noise is not None and len(held) and "noise" not in held.arguments:
             raise ValueError(
                 "noise: only a model that has been built with train_Yvar takes the noise "
                 "variances of Gaussian observations."
             )
-        X, Y = X.detach().to(held.inputs.dtype), Y.detach().to(held.inputs.dtype)
+        Y = self.in_precision(Y.detach())
+        noise = None if noise is None else noise.detach()
         with torch.no_grad():
             if hasattr(self, "outcome_transform"):
-                self.outcome_transform.eval()
-                Y, noise = self.outcome_transform(Y, noise, X=self.transform_train_inputs(X))
+                at = self.transform_train_inputs(X) if coefficients is None else points
+                Y, noise = transform_observations(
+                    self.outcome_transform, Y, noise, at, coefficients
+                )
             targets = self.to_targets(Y)
             if noise is not None:
                 arguments = {**arguments, "noise": self.to_targets(noise)}
@@ -329,9 +400,26 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return shape[:-1] if self.has_output_dim else shape
 
     @property
+    def _input_batch_shape(self) -> torch.Size:
+        # BoTorch's name for it.
+        return self.batch_shape
+
+    @property
+    def _aug_batch_shape(self) -> torch.Size:
+        # BoTorch's name for the batch shape with the outputs, if there are several.
+        return self.variational_strategy.batch_shape
+
+    get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
+
+    @property
     def num_columns(self) -> int:
         """The number of columns of observations."""
         return self.num_outputs if self.variational_strategy.num_latents is None else 1
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of columns of raw inputs of observations."""
+        return self.stream.observations.inputs.shape[-1]
 
     @property
     def num_data(self) -> int:
@@ -347,10 +435,56 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         X = self.transformed(self.stream.observations).points
         return Z.shape[-2:] == X.shape[-2:] and bool((Z == X).all())
 
+    def in_precision(self, values: Tensor) -> Tensor:
+        """Numbers in the precision of the model: transforms take on that of what they see."""
+        return values.to(self.variational_strategy.inducing_points.dtype)
+
+    def transform_inputs(self, X: Tensor, input_transform: torch.nn.Module | None = None) -> Tensor:
+        """Inputs as the model sees them.
+
+        Args:
+            X: ``... x n x d`` inputs.
+            input_transform: Another transform than that of the model.
+        """
+        X = self.in_precision(X)
+        if input_transform is not None:
+            return super().transform_inputs(X, input_transform)
+        transform = getattr(self, "input_transform", None)
+        return X if transform is None else transform(X)
+
     def transform_train_inputs(self, X: Tensor) -> Tensor:
         """Training inputs as the model sees them, whatever mode it is in."""
         transform = getattr(self, "input_transform", None)
         return X if transform is None else transform.preprocess_transform(X)
+
+    def _check_predicted_at(self, X: Tensor) -> None:
+        """Raise unless predictions can be made at raw inputs.
+
+        A one-to-many transform makes several points of each, and may add inputs that are not the
+        user's to choose (`AppendFeatures`).
+        """
+        one_to_many = getattr(getattr(self, "input_transform", None), "is_one_to_many", False)
+        check_points(X, None if one_to_many else self.num_inputs, "X")
+
+    def _predicted_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of predictions as the strategy sees them in eval mode."""
+        X_tf = self.transform_inputs(X)
+        dim = self.variational_strategy.inducing_points.shape[-1]
+        if X_tf.dim() > 1 and X_tf.shape[-1] != dim:
+            raise ValueError(
+                f"X: expected {dim} inputs after the input transform, got shape "
+                f"{tuple(X_tf.shape)} from {tuple(X.shape)}."
+            )
+        return X_tf
+
+    def _observed_at(self, X: Tensor) -> Tensor:
+        """Raw inputs of observations, ``... x n x d``, as the strategy sees them in eval mode.
+
+        An observation has been made at one point: one-to-many transforms are for predictions.
+        """
+        X_tf = self.transform_inputs(X)
+        expected = torch.Size([X.shape[-2], self.variational_strategy.inducing_points.shape[-1]])
+        return X_tf if X_tf.shape[-2:] == expected else self.transform_train_inputs(X)
 
     def to_targets(self, Y: Tensor) -> Tensor:
         """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
@@ -374,6 +508,27 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             else value
             for key, value in arguments.items()
         }
+
+    def repeated_for_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs ``... x n x d`` as BoTorch shows them, ``... [x m] x n x d``."""
+        if not self.has_output_dim:
+            return X
+        dim = -3 if self.stream.observations.coefficients is None else -4
+        X = X.unsqueeze(dim)
+        return X.expand(*X.shape[:dim], self.num_outputs, *X.shape[dim + 1 :])
+
+    def shared_by_outputs(self, X: Tensor) -> Tensor:
+        """Training inputs, which may be `repeated_for_outputs`, as the model holds them."""
+        held, dim = self.stream.observations, -3
+        if held.coefficients is not None:
+            dim = -4
+        repeated = X.dim() == held.inputs.dim() + 1 and X.shape[dim] == self.num_outputs
+        if not (self.has_output_dim and repeated):
+            return X
+        first = X.select(dim, 0)
+        if not torch.equal(X, first.unsqueeze(dim).expand_as(X)):
+            raise ValueError("inputs: the outputs share their inputs, got others for each.")
+        return first
 
     def with_outputs(self, X: Tensor) -> Tensor:
         """Inputs ``... x n x d`` with a batch dimension for the outputs, if there are several."""
@@ -401,7 +556,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -410,8 +565,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(inputs)
-        return super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
+            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
+        f = super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
+        return TrainingMarginals.of(f) if self.training and not prior else f
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
@@ -454,24 +610,38 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(((probability > 0.5) == (latent.mean > 0)).all())
             True
         """
+        if not isinstance(observation_noise, bool | Tensor):
+            raise TypeError(
+                "observation_noise: expected True, False, or a tensor of noise variances, got "
+                f"{observation_noise!r:.50}."
+            )
         check_arguments(
             self.likelihood, arguments, _POSTERIOR_OPTIONS, needed=observation_noise is not False
         )
-        if output_indices is not None and list(output_indices) != list(range(self.num_outputs)):
+        if output_indices and not self._means_all_outputs(output_indices, observation_noise):
             with renamed(idcs="output_indices"):
                 part = self.subset_output(output_indices)
+            noise = observation_noise
+            if isinstance(noise, Tensor) and noise.shape[-1] == self.num_outputs:
+                noise = noise[..., output_indices]
             return part.posterior(
                 X,
-                observation_noise=observation_noise,
+                observation_noise=noise,
                 posterior_transform=posterior_transform,
                 **arguments,
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        self._check_predicted_at(X)
+        X = self.in_precision(X)
         if not self.has_output_dim:
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
         if self.training:
             self.eval()
-        X = self.transform_inputs(X)
+        finite, current = is_finite_and_current(self, X)
+        if not finite:
+            check_finite(X, "X")
+        if not current:
+            catch_up(self)
+        X = self._predicted_at(X)
         with gpt_posterior_settings():
             f = self(X)
             noisy = observation_noise is not False
@@ -497,11 +667,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
 
+    def _means_all_outputs(self, indices: list[int], noise: bool | Tensor) -> bool:
+        """Whether indices select all outputs.
+
+        With a tensor of noise variances, BoTorch's `ModelList` counts the outputs of all its models
+        together: the second of two models with one output gets ``[1]``.
+        """
+        indices = list(indices)
+        first = indices[0] if isinstance(noise, Tensor) and min(indices) > 0 else 0
+        return indices == list(range(first, first + self.num_outputs))
+
     def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
         """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
         shape = torch.Size([*f.batch_shape, *f.event_shape])
         if isinstance(noise, Tensor):
-            return {"noise": self.to_targets(noise).expand(shape)}
+            columns = self.to_columns(f.mean).shape
+            check_noise(noise, columns, "observation_noise")
+            return {"noise": self.to_targets(self.in_precision(noise)).expand(shape)}
         if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
             return {"noise": self._mean_noise().expand(shape)}
         return {}
@@ -511,9 +693,47 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         noise = self.stream.observations.arguments.get("noise")
         if noise is None or noise.shape[-1] == 0:
             noise = self.likelihood.noise_covar.noise
+        if noise.shape[-1] == 0:
+            raise ValueError(
+                "noise: without observations that of new ones is not known; pass its variances, "
+                "noise= of condition_on_observations or observation_noise= of others."
+            )
         return noise.mean(-1, keepdim=True)
 
     # ---------------------------------------------------------------- learning
+
+    @property
+    def model(self) -> SequentialGP:
+        """The model itself: `SingleTaskVariationalGP` is a wrapper, and has a GP of this name."""
+        return self
+
+    def init_inducing_points(self, inputs: Tensor) -> Tensor:
+        """Choose the inducing points anew, as many as there are, for the present kernel.
+
+        The posterior is then that of the data that the model holds. `SingleTaskVariationalGP` has
+        this method; fits and updates of this model choose inducing points by themselves.
+
+        Args:
+            inputs: ``batch_shape x n x d`` transformed inputs to choose them among.
+
+        Returns:
+            ``batch_shape x k x d`` inducing points.
+        """
+        self.check_not_fantasy()
+        strategy = self.variational_strategy
+        d = strategy.inducing_points.shape[-1]
+        check_inputs(inputs, d, "inputs")
+        with torch.no_grad():
+            Z = choose_inducing_points(
+                inputs.to(strategy.inducing_points),
+                strategy.inducing_points.shape[-2],
+                self.covar_module,
+                self.inducing_point_allocator,
+            )
+        own = strategy.inducing_points.shape[:-2]
+        strategy.set_inducing_points(Z.reshape(*own, *Z.shape[-2:]) if own else Z)
+        self.refresh()
+        return Z
 
     @torch.no_grad()
     def choose_inducing_points(self, number: int) -> Tensor:
@@ -549,6 +769,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             The bound of all that is known, of the batch shape of the model.
         """
         self.check_not_fantasy()
+        check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
         with step_limit(max_steps) as limit:
@@ -560,9 +781,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 summary_share=stream.summary_share,
                 start=start,
             )
+        self.note_hyperparameters()
         if not strategy.has_summary:
             return info.elbo
         return info.elbo + strategy.log_summary_constant(self.likelihood, stream.summary_share)
+
+    def note_hyperparameters(self) -> None:
+        """Note that the posterior belongs to the present hyperparameters and transforms."""
+        self.settled_at = (values_of(self),)
 
     def bound(
         self,
@@ -615,6 +841,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         data = self.transformed(self.stream.observations)
         return data.inputs, data.targets, dict(data.arguments)
 
+    def compute_custom_loss(self, mll: MarginalLogLikelihood) -> Tensor:
+        """BoTorch's hook for losses: what `fit_gpytorch_mll_scipy` and others minimise.
+
+        Args:
+            mll: The objective; as for `fit_gpytorch_mll`.
+        """
+        return loss(self, mll)
+
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.models.fit.fit` for the options."""
         return fit(self, mll, **kwargs)
@@ -630,6 +864,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             strict: Whether shapes must be those of the present data.
         """
         held = self.stream.observations
+        inputs = None if inputs is None else self.shared_by_outputs(inputs)
         for name, new, old in (
             ("inputs", inputs, held.inputs),
             ("targets", targets, held.targets),
@@ -678,9 +913,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         becomes the model at the end. If anything goes wrong, the model is left as it was.
 
         Args:
-            X: ``n' x d`` inputs; there may be none, to learn more from what is known. With
-                ``coefficients=``, ``n' x J x d``.
-            Y: ``n' x m`` observations.
+            X: ``batch_shape x n' x d`` inputs; there may be none, to learn more from what is known.
+                With ``coefficients=``, ``n' x J x d``.
+            Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
                 model's ``memory_options``, 500 by leverage.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
@@ -736,7 +971,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
-        return update(self, X, Y, noise, arguments, mode, options)
+        record = update(self, X, Y, noise, arguments, mode, options)
+        self.note_hyperparameters()
+        return record
 
     def update_stream(
         self,
@@ -810,6 +1047,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             True
         """
         forget(self, self.checked(X, Y, noise, arguments))
+        self.note_hyperparameters()
 
     @property
     def memory(self) -> Remembered:
@@ -850,11 +1088,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Returns:
             A tensor of the shape of the targets.
         """
-        check_inputs(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_tensor(X, "X")
+        X = self.in_precision(X)
+        check_inputs(X, self.num_inputs, "X")
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self.transform_inputs(X))
+        f = self.eval()(self._observed_at(X))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -914,12 +1154,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> bool(known.posterior(X[:1]).mean > model.posterior(X[:1]).mean)
             True
         """
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
-        X_tf = self.transform_inputs(X)
+        check_steps(kwargs.get("tol", 0.0), kwargs.get("max_steps"))
+        check_flag(kwargs.get("fixed_inducing", False), "fixed_inducing")
+        X = self.in_precision(X)
+        X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
             self.outcome_transform.eval()
-            Y, _ = self.outcome_transform(Y, X=X_tf)
+            Y, _ = self.outcome_transform(self.in_precision(Y), X=X_tf)
         kwargs = self._per_point(kwargs, Y.shape)
         if noise is not None:
             if noise.shape[-2:] != Y.shape[-2:]:
@@ -931,9 +1174,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             mean_noise = self._mean_noise()
             kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
         with renamed(inputs="X", targets="Y"):
-            return self.variational_strategy.get_fantasy_model(
+            model: SequentialGP = self.variational_strategy.get_fantasy_model(
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
+        model.conditioned_inputs = (*self.conditioned_inputs, X.detach())
+        return model
 
     def fantasize(
         self,
@@ -971,8 +1216,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 "observation_noise: expected noise variances or None; fantasised observations "
                 "always have the likelihood's noise."
             )
-        check_points(X, self.variational_strategy.inducing_points.shape[-1], "X")
+        check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
+        X = self.in_precision(X)
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
@@ -997,8 +1243,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``... [x m] x n'`` transformed targets.
             kwargs: As for `condition_on_observations`.
         """
-        inputs = self.with_outputs(self.transform_inputs(inputs))
-        return self.variational_strategy.get_fantasy_model(inputs, targets, **kwargs)
+        check_points(inputs, self.num_inputs, "inputs")
+        inputs = self.in_precision(inputs)
+        model: SequentialGP = self.variational_strategy.get_fantasy_model(
+            self.with_outputs(self._observed_at(inputs)), targets, **kwargs
+        )
+        model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
+        return model
 
     # ---------------------------------------------------------------- housekeeping
 
@@ -1013,7 +1264,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return {**super().construct_inputs(training_data), **kwargs}
 
     def subset_output(self, idcs: list[int]) -> SequentialGP:
-        """A model of some of the outputs.
+        """A copy of the model, of some of the outputs.
 
         Args:
             idcs: Their indices.
@@ -1023,7 +1274,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if any(not 0 <= i < m for i in idcs) or not idcs:
             raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
         if idcs == list(range(m)):
-            return self
+            return copy.deepcopy(self)
         if not self.has_output_dim:
             raise ValueError("idcs: the latents of one likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
@@ -1031,49 +1282,42 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model = copy.deepcopy(self)
         select_outputs(model, idcs)
         model._num_outputs = len(idcs)
+        model.note_hyperparameters()
         return model
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Load hyperparameters and posterior; a ``state_dict`` holds no data, and so no memory.
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        keep_transforms: bool = True,
+        assign: bool = False,
+    ) -> None:
+        """Load hyperparameters and transforms; the posterior is that of the data at hand.
 
-        To stop a stream and go on later, use `seqgp.save` and `seqgp.load`.
+        A ``state_dict`` holds no data, and so no memory: to stop a stream and go on later, use
+        `seqgp.save` and `seqgp.load`. Inducing points are loaded unless they are the inputs. A
+        state that does not fit raises an error and changes nothing. That of a `SingleTaskGP` with
+        the same modules fits.
 
         Args:
             state_dict: What ``state_dict()`` returned.
-            strict: Whether its keys have to be those of this model.
-            args: As for BoTorch's models (``keep_transforms``).
-            kwargs: The same.
+            strict: Whether its keys have to be those of this model, those of the variational
+                strategy excepted.
+            keep_transforms: Whether training targets are transformed anew, by the transform that
+                has been loaded, as in BoTorch's models.
+            assign: Whether to take on the precision and the device of the state.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import SequentialGP
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> old, new = (SequentialGP(X[:n], torch.sin(6 * X[:n])) for n in (15, 20))
+            >>> old.covar_module.lengthscale = 0.3
+            >>> new.load_state_dict(old.state_dict())
+            >>> round(new.covar_module.lengthscale.item(), 6), new.num_data
+            (0.3, 20)
         """
-        strategy = self.variational_strategy
-        folded = state_dict.get("variational_strategy.summary_count")
-        if folded is not None and self.num_data:
-            own = strategy.summary_count
-            if folded.shape != own.shape or not torch.equal(folded.to(own), own):
-                warnings.warn(
-                    "The state is that of a stream, and this model holds other data than that "
-                    "stream did: an update would learn these again. To go on with a stream, use "
-                    "seqgp.save and seqgp.load.",
-                    stacklevel=2,
-                )
-        return super().load_state_dict(state_dict, strict, *args, **kwargs)
-
-    def _extract_targets_and_noise(self) -> tuple[Tensor, Tensor | None]:
-        # For `load_state_dict`, which transforms them anew.
-        noise = self.stream.observations.arguments.get("noise")
-        if noise is not None:
-            noise = self.to_columns(noise.expand_as(self.train_targets))
-        return self.to_columns(self.train_targets), noise
-
-    def _restore_targets_and_noise(self, Y: Tensor, Yvar: Tensor | None, strict: bool) -> None:
-        self.set_train_data(targets=self.to_targets(Y), strict=strict)
-        if Yvar is not None:
-            noise = self.to_targets(Yvar)
-            self.likelihood.noise_covar.noise = noise
-            held = self.stream.observations
-            changed = replace(held, arguments={**held.arguments, "noise": noise})
-            self.stream = replace(self.stream, observations=changed)
+        load_state(self, state_dict, strict, keep_transforms, assign)
 
     def _unshare(self) -> None:
         """Copies of what a fantasy shares with its parent, before they are converted."""
@@ -1086,13 +1330,21 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         strategy.replace_likelihood(likelihood, self.likelihood)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
-        probe = self.train_targets.detach()[..., :0]
+        probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
         if converts and self.variational_strategy.is_fantasy:
             self._unshare()
         self.stream = self.stream.to(fn)
-        return super()._apply(fn, *args, **kwargs)
+        self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
+        super()._apply(fn, *args, **kwargs)
+        if self.settled_at:
+            self.note_hyperparameters()
+        return self
+
+
+# What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
+SingleTaskGP.register(SequentialGP)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

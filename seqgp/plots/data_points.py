@@ -33,7 +33,7 @@ def check_model(model: Any) -> None:
 
 def memory_inputs(model: SequentialGP) -> Tensor:
     """Inputs ``n x d`` of the memory, before input transforms."""
-    return model.train_inputs[0].detach()
+    return model.stream.observations.inputs.detach()
 
 
 def inducing_points_of(model: SequentialGP) -> Tensor:
@@ -46,7 +46,7 @@ def inducing_points_of(model: SequentialGP) -> Tensor:
 
 def memory_targets(model: SequentialGP, output: int) -> Tensor:
     """Targets ``n`` of the memory, on the scale of the plot: proportions of binomial counts."""
-    columns = model.to_columns(model.train_targets.detach())
+    columns = model.to_columns(model.stream.observations.targets.detach())
     if hasattr(model, "outcome_transform"):
         columns, _ = model.outcome_transform.untransform(columns)
     targets = columns[..., output if model.has_output_dim else 0]

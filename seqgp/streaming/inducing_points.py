@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -174,6 +175,43 @@ def inducing_point_rule(rule: str | InducingPointRule) -> InducingPointRule:
         f"inducing: expected learn, adapt, both, cluster or fixed, or an InducingPointRule, got "
         f"{rule!r}."
     )
+
+
+def choose_for_each(
+    rule: InducingPointRule, Z: Tensor, inputs: Tensor, candidates: Candidates
+) -> Tensor:
+    """``... x m' x d`` inducing points of a batch of models, each by its own inputs and kernel.
+
+    Models that ask for fewer than others get some of their inputs on top, so that all have as many.
+
+    Args:
+        rule: The rule.
+        Z: ``... x m x d`` present inducing points.
+        inputs: ``... x n x d`` inputs of the observations.
+        candidates: What to choose from, but for inputs and kernel.
+    """
+    batch, kernel = Z.shape[:-2], candidates.kernel
+    inputs = inputs.expand(*batch, *inputs.shape[-2:])
+    own = len(kernel.batch_shape) == len(batch)
+    chosen = []
+    for index in product(*map(range, batch)):
+        within = tuple(min(i, size - 1) for i, size in zip(index, kernel.batch_shape, strict=own))
+        mine = candidates._replace(inputs=inputs[index], kernel=kernel[within] if own else kernel)
+        chosen.append(rule.choose(Z[index], mine))
+    number = max(len(points) for points in chosen)
+    padded = [
+        _padded(points, X, number)
+        for points, X in zip(chosen, inputs.reshape(-1, *inputs.shape[-2:]), strict=True)
+    ]
+    number = min(len(points) for points in padded)
+    return torch.stack([points[:number] for points in padded]).reshape(*batch, number, Z.shape[-1])
+
+
+def _padded(points: Tensor, inputs: Tensor, number: int) -> Tensor:
+    """Points, and inputs that are none of them, the last first, up to a number."""
+    new = inputs.flip(-2)
+    new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
+    return torch.cat([points, new[: number - len(points)]])
 
 
 def _first_kernel(kernel: Kernel) -> Kernel:

@@ -152,6 +152,9 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
         moves_Z: Whether the inducing points are among it.
     """
     mll = DualELBO(model.likelihood, model)
+    Z = model.variational_strategy.inducing_points
+    if moves_Z and isinstance(Z, torch.nn.Parameter):
+        Z.requires_grad_(True)
     parameters, bounds = get_parameters_and_bounds(
         mll,
         name_filter=None if moves_Z else lambda name: "inducing_points" not in name,

@@ -7,6 +7,7 @@ summary, learns hyperparameters, chooses what to remember and folds the rest.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from seqgp.streaming.inducing_points import (
     Candidates,
     Cluster,
     InducingPointRule,
+    choose_for_each,
     inducing_point_rule,
 )
 from seqgp.streaming.memory import MemoryOptions
@@ -41,7 +43,7 @@ from seqgp.streaming.rules import (
     stands_for,
     unseen_classes,
 )
-from seqgp.validation import renamed
+from seqgp.validation import check_bound, renamed
 
 #: Rules of learning by their short names.
 RULES: dict[str, Callable[[], UpdateRule]] = {
@@ -142,7 +144,9 @@ def update(
     rule.check(model, options, memory)
     draft = draft_of(model, options.learn)
     parts = _learn(draft, new, rule, options, memory)
-    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.mean()]).tolist()
+    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
+    if not math.isfinite(elbo):
+        check_bound(parts.bound, "Y")
     num_old, num_new = len(model.stream.observations), len(new)
     gained = int((parts.kept >= num_old).sum())
     adopt(model, draft)
@@ -263,8 +267,11 @@ def _choose_inducing_points(
         allocator,
         stream.num_updates,
     )
-    chosen = inducing.choose(_first_of_batch(Z), candidates)
-    if chosen is not Z and (chosen.shape != Z.shape[-2:] or not torch.equal(chosen, Z)):
+    if Z.dim() == 2:
+        chosen = inducing.choose(Z, candidates)
+    else:
+        chosen = choose_for_each(inducing, Z, data.points.detach(), candidates)
+    if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
 
 
@@ -377,19 +384,31 @@ def _sum_over_batch(scores: Tensor) -> Tensor:
     return scores.sum(tuple(range(scores.dim() - 1))) if scores.dim() > 1 else scores
 
 
+def _all_of_batch(flags: Tensor) -> Tensor:
+    """``n x k`` flags that are true in all of a batch ``... x n x k``."""
+    return flags.flatten(0, -3).all(0) if flags.dim() > 2 else flags
+
+
+def _each(observations: Observations) -> list[slice]:
+    """Slices of one observation each."""
+    return [slice(i, i + 1) for i in range(len(observations))]
+
+
 def _matches(held: Observations, known: Observations) -> list[int | None]:
     """For each observation, the index of one among those held that is the same."""
     if (held.coefficients is None) != (known.coefficients is None):
         return [None for _ in range(len(known))]
     dims = tuple(range(-1 if held.coefficients is None else -2, 0))
     # One at a time: inputs may be images, and new x old x d too much.
-    rows = [(held.inputs == x).all(dims) for x in known.inputs]
+    rows = [(held.inputs == known.select(index).inputs).all(dims) for index in _each(known)]
     none = held.targets.new_zeros(0, len(held), dtype=torch.bool)
-    same = torch.stack(rows) if rows else none
+    same = torch.stack(rows, -2) if rows else none
     if held.coefficients is not None and known.coefficients is not None and rows:
-        same = same & (held.coefficients == known.coefficients.unsqueeze(-2)).all(-1)
-    equal = held.targets.unsqueeze(-2) == known.targets.unsqueeze(-1).to(held.targets)
-    same = same & (equal if equal.dim() == 2 else equal.all(0))
+        coefficients = known.coefficients.unsqueeze(-2)
+        same = same & (held.coefficients.unsqueeze(-3) == coefficients).all(-1)
+    theirs = known.targets.unsqueeze(-1).to(held.targets)
+    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
+    same = _all_of_batch(same) & _all_of_batch(equal)
     taken: set[int] = set()
     result: list[int | None] = []
     for row in same:

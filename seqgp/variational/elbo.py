@@ -13,6 +13,7 @@ from gpytorch.models import ApproximateGP
 from torch import Tensor
 
 from seqgp.likelihoods.expectations import expected_log_prob
+from seqgp.variational.state import fixed_sites
 
 
 class DualELBO(_ApproximateMarginalLogLikelihood):
@@ -28,7 +29,8 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
     A `DualVariationalStrategy` holds the sites :math:`t(u)` fixed and lets the posterior follow
     the prior, so that the bound stays tight over longer steps. When the sites have converged, the
     gradient is that of the bound maximised over q (for a Gaussian likelihood, Titsias' collapsed
-    bound). Alternate it with `DualVariationalStrategy.converge` or `natural_gradient_step`.
+    bound). Alternate it with `DualVariationalStrategy.converge` or `natural_gradient_step`; in a
+    training loop with `DualNGD` it is the same as GPyTorch's.
 
     Expectations are deterministic for every likelihood, also for those of several latents, for
     which GPyTorch would draw samples.
@@ -96,7 +98,8 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         n = approximate_dist_f.event_shape[0]
         num_data = self.num_data or n
         log_likelihood = self._log_likelihood_term(approximate_dist_f, target, **kwargs) / n
-        kl = self.model.variational_strategy.kl_divergence() * (self.beta / num_data)
+        with fixed_sites():
+            kl = self.model.variational_strategy.kl_divergence() * (self.beta / num_data)
         log_prior = self._log_prior(log_likelihood) / num_data
         added = [term.loss() for term in self.model.added_loss_terms()]
         if not self.combine_terms:

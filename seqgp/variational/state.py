@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,7 @@ from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP
+from gpytorch.variational import _VariationalDistribution
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import to_dense
 from linear_operator.operators import (
@@ -19,6 +23,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from seqgp.dual import (
     Basis,
@@ -37,6 +43,7 @@ from seqgp.dual import (
     zero_duals,
 )
 from seqgp.dual.linalg import relative_jitter
+from seqgp.dual.natural_parameters import natural_factors
 from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
@@ -59,6 +66,53 @@ TENSORS: Mapping[str, int] = {
 }
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
+
+#: Whether an objective is evaluated that holds the sites fixed on purpose.
+_SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
+
+
+@contextmanager
+def fixed_sites() -> Iterator[None]:
+    """For objectives of hyperparameters alone, whose caller takes care of the sites."""
+    token = _SITES_ARE_FIXED.set(True)
+    try:
+        yield
+    finally:
+        _SITES_ARE_FIXED.reset(token)
+
+
+class BatchShape(NamedTuple):
+    """All that wrappers of GPyTorch ask a variational distribution for."""
+
+    batch_shape: torch.Size
+
+
+class Leaves:
+    """Duals that a backward pass leaves natural gradients with, for an optimiser to move.
+
+    Attributes:
+        tensors: The two duals, replaced whenever those of the strategy are.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._source: tuple[Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+
+    def of(self, duals: Duals) -> Duals:
+        """The leaves of a strategy's duals.
+
+        Args:
+            duals: Those that the strategy holds now.
+        """
+        versions = tuple(tensor._version for tensor in duals)
+        same = len(self._source) == 2 and all(
+            a is b for a, b in zip(self._source, duals, strict=True)
+        )
+        if not same or versions != self._versions:
+            self._source, self._versions = tuple(duals), versions
+            self.tensors[:] = [tensor.detach().clone().requires_grad_(True) for tensor in duals]
+        return Duals(*self.tensors)
 
 
 class State(NamedTuple):
@@ -124,8 +178,14 @@ class DualState(_VariationalStrategy):
         jitter_val: float | None = None,
     ) -> None:
         check_inducing_points(inducing_points)
-        if num_latents is not None and num_latents < 1:
-            raise ValueError(f"num_latents: expected at least 1, got {num_latents}.")
+        if isinstance(num_latents, _VariationalDistribution):
+            raise TypeError(
+                "num_latents: expected a number, got a variational distribution. The duals are the "
+                "distribution: write DualVariationalStrategy(self, inducing_points), with "
+                "learn_inducing_locations= by name, and batch_shape= that of the distribution."
+            )
+        if num_latents is not None and (type(num_latents) is not int or num_latents < 1):
+            raise ValueError(f"num_latents: expected an integer of at least 1, got {num_latents}.")
         super().__init__(
             model,
             inducing_points,
@@ -134,11 +194,18 @@ class DualState(_VariationalStrategy):
             jitter_val=jitter_val,
         )
         self.num_latents = num_latents
+        # Neither belongs to a copy.
+        self._leaves: weakref.ref[Leaves] | None = None
+        # In a training loop, or when converted to another precision, whitened duals stay what they
+        # are while the prior changes. The basis that they are in is not known until somebody asks
+        # for it (`settle`), but for its jitter, which is this.
+        self._floating: float | None = None
         Z = inducing_points.detach()
         if batch_shape is None:
             batch_shape = Z.shape[:-2] if num_latents is None else Z.shape[:-3]
         if num_latents is not None:
             batch_shape = torch.Size([*batch_shape, num_latents])
+        self._variational_distribution = BatchShape(batch_shape)
         duals = zero_duals(Z, Z.shape[-2], batch_shape)
         summary = empty_summary(duals)
         tensors = {
@@ -214,7 +281,7 @@ class DualState(_VariationalStrategy):
     @property
     def variational_distribution(self) -> MultivariateNormal:
         """``q(v)`` for the whitened inducing values."""
-        R, mean = self.state().factors
+        R, mean = self._factors_to_learn(same_pass=False)
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
         root = solve_lower(R, eye.expand_as(R)).mT
         covariance = CholLinearOperator(TriangularLinearOperator(root, upper=True))
@@ -222,8 +289,21 @@ class DualState(_VariationalStrategy):
 
     def kl_divergence(self) -> Tensor:
         """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
-        kl = kl_divergence(self.state(same_pass=True).factors)
+        kl = kl_divergence(self._factors_to_learn(same_pass=True))
         return kl.sum(-1) if self.latent_dims else kl
+
+    def _factors_to_learn(self, same_pass: bool) -> Factors:
+        """The whitened posterior for objectives; one that moves nobody has no backward pass."""
+        leaves = self.leaves()
+        if leaves is not None:
+            return natural_factors(leaves)
+        factors = self.state(same_pass).factors
+        if self.training and not _SITES_ARE_FIXED.get() and factors.mean.requires_grad:
+            # Not the tensors themselves, on which the marginals rest as well.
+            factors = Factors(*(tensor.view_as(tensor) for tensor in factors))
+            factors.mean.register_hook(_refuse)
+            factors.R.register_hook(_refuse)
+        return factors
 
     @property
     def summary(self) -> Summary:
@@ -255,6 +335,7 @@ class DualState(_VariationalStrategy):
 
     def tensors(self) -> dict[str, Tensor]:
         """The strategy's own tensors by name, without graphs: all that updates change of it."""
+        self.settle()
         tensors = {name: getattr(self, name) for name in TENSORS}
         return {k: t.detach() if isinstance(t, Parameter) else t for k, t in tensors.items()}
 
@@ -273,7 +354,69 @@ class DualState(_VariationalStrategy):
                 setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
             else:
                 setattr(self, name, value)
+        if "reference_chol" in tensors:
+            self._floating = None
         self.clear_cache()
+
+    # ---------------------------------------------------------------- training loops
+
+    def attach(self, leaves: Leaves) -> None:
+        """Be learnt by an optimiser, as long as it is alive.
+
+        In train mode the prior then moves under the whitened posterior, as in GPyTorch, instead of
+        taking it along.
+
+        Args:
+            leaves: What the optimiser moves; gets the present duals.
+        """
+        with _eval_mode(self.model):
+            self.rebase()
+        self._leaves = weakref.ref(leaves)
+        leaves.of(Duals(self.dual_lam, self.dual_B))
+
+    def leaves(self) -> Duals | None:
+        """What an optimiser learns of this strategy in train mode; ``None`` if there is none."""
+        leaves = None if self._leaves is None or not self.training else self._leaves()
+        return None if leaves is None else leaves.of(Duals(self.dual_lam, self.dual_B))
+
+    def is_attached(self, leaves: Leaves) -> bool:
+        """Whether these leaves are those that are learnt."""
+        return self._leaves is not None and self._leaves() is leaves
+
+    def learn(self, duals: Duals) -> None:
+        """Take duals from an optimiser, in the basis of whatever the prior is.
+
+        Args:
+            duals: The duals; not used by anyone else.
+        """
+        self.dual_lam, self.dual_B = duals
+        self._floating = self.jitter_val
+        self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
+        self.clear_cache()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the present prior, as it is in eval mode, the basis of duals that float.
+
+        Does not change the whitened posterior; later changes of hyperparameters start from here.
+        """
+        if self._floating is None:
+            return
+        with _eval_mode(self.model):
+            prior = self.model.forward(self.inducing_points)
+        chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
+        self.reference_points = self.inducing_points.detach().clone()
+        self.reference_mean, self.reference_chol = prior.mean.clone(), chol
+        self._floating = None
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Make the present inducing points and hyperparameters the duals' own basis.
+
+        Predictions do not change; later changes of hyperparameters start from here.
+        """
+        state = self.state()
+        self.store(state.duals, state)
 
     # ---------------------------------------------------------------- state and its cache
 
@@ -289,6 +432,13 @@ class DualState(_VariationalStrategy):
         Args:
             same_pass: Whether this belongs to the same forward pass as the call before.
         """
+        leaves = self.leaves()
+        if leaves is not None:
+            prior = self.model.forward(self.inducing_points)
+            return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
+        if self.training:
+            _check_prior_is_a_function(self.model)
+        self.settle()
         detached = not self.training and settings.detach_test_caches.on()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
             graph, fingerprint = torch.is_grad_enabled(), self._fingerprint()
@@ -307,6 +457,20 @@ class DualState(_VariationalStrategy):
             if state.chol.requires_grad:  # a backward pass uses the graph up
                 state.chol.register_hook(lambda _: self.clear_cache())
             return state
+
+    def state_in_loop(self, leaves: Duals, mean: Tensor, K: Tensor) -> State:
+        """The state of one pass of a training loop: duals are whitened by whatever the prior is.
+
+        Args:
+            leaves: The duals.
+            mean: ``... x m``, the prior mean at the inducing points.
+            K: ``... x m x m``, their prior covariance.
+        """
+        self._floating = self.jitter_val
+        self.clear_cache()
+        chol = scaled_cholesky(K, self.jitter_val)
+        basis = Basis(None, chol, torch.zeros_like(mean), None)
+        return State(chol, mean, K.shape[:-2].numel() == 1, basis, leaves, natural_factors(leaves))
 
     def _fingerprint(self) -> _Fingerprint:
         """What the state depends on; reads no numbers."""
@@ -430,6 +594,7 @@ class DualState(_VariationalStrategy):
         # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
         self.reference_mean = state.prior_mean.detach().clone()
         self.reference_chol = state.chol.detach()
+        self._floating = None
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
         if not torch.is_grad_enabled():
@@ -452,11 +617,17 @@ class DualState(_VariationalStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # For copies and pickles, neither of which can hold the graph of a forward pass.
         # Nor can a copy have a fingerprint of the modules that it was made from.
-        return {**self.__dict__, "_cache": None, "_summary_known": None}
+        return {**self.__dict__, "_cache": None, "_summary_known": None, "_leaves": None}
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        if prefix + "reference_chol" in state_dict:
+            self._floating = None
         # The number of inducing points and the batch shape of the duals may have changed.
         for name in TENSORS:
             value, own = state_dict.get(prefix + name), getattr(self, name)
@@ -468,8 +639,68 @@ class DualState(_VariationalStrategy):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        Z = self.inducing_points.detach()
+        dtype = fn(Z[..., :0, :]).dtype
+        jitter = None
+        if dtype.is_floating_point and dtype != Z.dtype:
+            jitter = self._prepare_for(dtype)
         self.clear_cache()
-        return super()._apply(fn, *args, **kwargs)
+        result = super()._apply(fn, *args, **kwargs)
+        # Whitened duals survive a change of precision, the factor that they were made with does
+        # not: its inverse would magnify the rounding of both.
+        self._floating = self._floating if jitter is None else jitter
+        return result
+
+    @torch.no_grad()
+    def _prepare_for(self, dtype: torch.dtype) -> float | None:
+        """Move the duals to a basis that another precision can represent.
+
+        Less precision needs more jitter: inducing values of now are a part of what they will be.
+
+        Returns:
+            The jitter of that basis; ``None`` if it could not be made.
+        """
+        jitter = relative_jitter(dtype) if self._jitter_val is None else self._jitter_val
+        jitter = max(jitter, self.jitter_val)
+        try:
+            with _eval_mode(self.model):
+                state = self.state()
+                K = to_dense(self.model.forward(self.inducing_points).lazy_covariance_matrix)
+        except RuntimeError:  # of modules that have been converted before
+            return None
+        if K.dtype != self.dual_B.dtype:
+            return None
+        chol = scaled_cholesky(K, jitter)
+        basis = Basis(
+            solve_lower(chol, state.chol), state.chol, torch.zeros_like(state.prior_mean), None
+        )
+        summary = rebase_summary(rebase_summary(self.summary, state.basis), basis)
+        self.store(moved(state.duals, basis), state._replace(chol=chol), summary=summary)
+        return jitter
+
+
+def _check_prior_is_a_function(model: Module) -> None:
+    """Raise if the prior depends on the batch or on chance: blocks of it would not fit together."""
+    for module in _prior_modules(model):
+        if module.training and isinstance(module, _BatchNorm | _DropoutNd):
+            raise RuntimeError(
+                f"In train mode {type(module).__name__} makes the prior depend on the batch or on "
+                "chance, and a DualVariationalStrategy cannot follow it. In a training loop, make "
+                "an optimiser `ngd = seqgp.DualNGD(model, num_data, lr=0.1)` beside that of the "
+                "hyperparameters; otherwise use eval mode."
+            )
+
+
+def _refuse(_: Tensor) -> None:
+    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    raise RuntimeError(
+        "The posterior of a DualVariationalStrategy is not a parameter: optimisers of parameters "
+        "alone would learn nothing about it. In a training loop with VariationalELBO, or another "
+        "objective of GPyTorch, make an optimiser beside that of the hyperparameters, `ngd = "
+        "seqgp.DualNGD(model, num_data, lr=0.1)`, and call `ngd.zero_grad()` before and "
+        "`ngd.step()` after `loss.backward()`. Or use seqgp.DualELBO, in turns with "
+        "`model.variational_strategy.converge(x, y, likelihood)`."
+    )
 
 
 def _prior_modules(module: Module) -> Iterator[Module]:
@@ -478,3 +709,16 @@ def _prior_modules(module: Module) -> Iterator[Module]:
     for child in module._modules.values():
         if child is not None and not isinstance(child, _VariationalStrategy | Likelihood):
             yield from _prior_modules(child)
+
+
+@contextmanager
+def _eval_mode(model: Module) -> Iterator[None]:
+    """Evaluate a model's prior as it is in eval mode, whatever mode it is in."""
+    training = [module for module in _prior_modules(model) if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -607,15 +607,6 @@ class DualVariationalStrategy(DualState):
         Z = inducing_points.detach().to(self.inducing_points).clone()
         self.set_tensors({"inducing_points": Z})
 
-    @torch.no_grad()
-    def rebase(self) -> None:
-        """Make the present inducing points and hyperparameters the duals' own basis.
-
-        Predictions do not change; later changes of hyperparameters start from here.
-        """
-        state = self.state()
-        self.store(state.duals, state)
-
     def get_fantasy_model(
         self,
         inputs: Tensor | Observations,
@@ -698,8 +689,7 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        state, x = self.state(), self._with_latents(x)
-        prior = joint_prior(self.model.forward, self.inducing_points, x, state.shared)
+        state, prior = self._pass(x := self._with_latents(x))
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
         correction = self._make_correction(state)
@@ -729,6 +719,18 @@ class DualVariationalStrategy(DualState):
                 batch_shape=mean.shape[:-1],
             )
         return self._distribution(mean, covariance)
+
+    def _pass(self, x: Tensor) -> tuple[State, Prior]:
+        """The state, and the prior at inputs, for one prediction."""
+        leaves = self.leaves()
+        if leaves is None:
+            state = self.state()
+            return state, joint_prior(self.model.forward, self.inducing_points, x, state.shared)
+        # One evaluation for all blocks: in train mode a prior may depend on everything that it is
+        # evaluated at (batch normalisation) or on chance (dropout).
+        prior = joint_prior(self.model.forward, self.inducing_points, x, False, with_left=True)
+        assert prior.left is not None
+        return self.state_in_loop(leaves, *prior.left), prior
 
     # ---------------------------------------------------------------- the prior
 

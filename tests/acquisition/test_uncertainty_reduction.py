@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms import Normalize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
 from gpytorch.likelihoods import BernoulliLikelihood
@@ -319,9 +319,6 @@ def test_models_that_do_not_fit() -> None:
         expected_reduction(pair()[1], points(2), points(2), "variance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one output"):
         expected_reduction(pair(outputs=2)[0], points(2), points(2), "variance")
-    standardised = data("gaussian").model(outcome_transform=Standardize(1))
-    with pytest.raises(ValueError, match="outcome_transform"):
-        expected_reduction(standardised, points(2), points(2), "variance")
     with pytest.raises(ValueError, match="one output and one latent"):
         expected_reduction(model_of("softmax"), points(2), points(2), "variance")
 

@@ -79,6 +79,7 @@ def test_bui_at_fixed_hyperparameters_is_batch_learning() -> None:
         covar_module=data.kernel(),
         mean_module=ZeroMean(),
         inducing_points=data.Z,
+        outcome_transform=None,
     )
     test = data.test[0]
     mean, variance, _ = model.predict(test)
@@ -153,6 +154,7 @@ def test_bui_classification_bound_is_maximised() -> None:
         covar_module=data.kernel(),
         mean_module=ZeroMean(),
         inducing_points=data.Z,
+        outcome_transform=None,
     )
     assert_close(model.bound(x, y.squeeze(-1)), batch.bound()[0], 1e-4)
     model._keep(x, y.squeeze(-1))
@@ -229,6 +231,7 @@ def test_bui_without_steps_on_hyperparameters_is_ours_without_memory() -> None:
         covar_module=data.kernel(),
         mean_module=ZeroMean(),
         inducing_points=data.Z,
+        outcome_transform=None,
     )
     for x, y in data.pieces:
         ours.update(x, y, learn=False, memory=MemoryOptions(policy="none"))
@@ -274,6 +277,7 @@ def started(data: Stream) -> tuple[OVC, SequentialGP]:
         covar_module=data.kernel(),
         mean_module=ZeroMean(),
         inducing_points=data.Z,
+        outcome_transform=None,
     )
     strategy = first.variational_strategy
     return OVC(data.Z, first.covar_module, first.likelihood, strategy.duals), first

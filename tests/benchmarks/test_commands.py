@@ -59,6 +59,19 @@ def test_help_lists_the_benchmarks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_attacks_run_and_fail_nowhere(tmp_path: Path) -> None:
+    """But for the last soaks, which take longer."""
+    for only in ("[cikms]*s/*", "numerics/*", "*files", "soak/gaussian/*"):
+        printed = command("attack", "--quick", "--only", only, "--out", str(tmp_path))
+    units = json.loads((tmp_path / "attack-quick.json").read_text())["units"]
+    assert {key: unit["first"] for key, unit in units.items() if unit["failures"]} == {}
+    assert all(unit["trials"] for unit in units.values())
+    for row in ("| sequences | 2 | 0 |", "| kills | 2 | 0 |", "| soak/gaussian | 40 | 0 | drift"):
+        assert row in printed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "only", "row"),
     [

@@ -201,7 +201,7 @@ def test_another_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     seqgp.save(model, tmp_path / "model.pt")
     single = seqgp.load(tmp_path / "model.pt", dtype=torch.float32, device="cpu")
     assert {p.dtype for p in single.parameters()} == {torch.float32}
-    assert single.train_inputs[0].dtype == single.memory_weights.dtype == torch.float32
+    assert single.stream.observations.inputs.dtype == single.memory_weights.dtype == torch.float32
     X, Y, _ = data_of("poisson")
     expected = model.posterior(X).mean
     # float32: rounding, and jitter of 1e-5
@@ -230,8 +230,8 @@ def test_another_device(conditioned: bool, tmp_path: Path) -> None:
     tensors = [
         *moved.parameters(),
         *moved.buffers(),
-        *moved.train_inputs,
-        moved.train_targets,
+        moved.stream.observations.inputs,
+        moved.stream.observations.targets,
         moved.memory_weights,
         *moved.likelihood_arguments.values(),
         *(strategy._observed.sites if conditioned else ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,13 @@ def test_everything_is_in_the_site(built: Path) -> None:
 def test_pages_are_not_empty(built: Path) -> None:
     for page in ("index", "tutorials", "method", "benchmarks", "api/model", "api/dual"):
         assert len((built / f"{page}.html").read_text()) > 10_000
+
+
+def test_promises_name_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for path, function in named:
+        assert f"\ndef {function}(" in (ROOT / path).read_text(), (path, function)
+    promises = [line for line in text.split("## What is not")[0].splitlines() if line[:2] == "* "]
+    assert len(promises) <= len(named)

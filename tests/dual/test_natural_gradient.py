@@ -30,6 +30,8 @@ from tests.helpers import (
     assert_same_posterior,
     assert_untouched,
     dense_prior,
+    make_kernel,
+    make_mean,
     problem,
     state_of,
     with_same_expectations,
@@ -338,3 +340,16 @@ def test_a_step_towards_nothing_ends() -> None:
     with pytest.raises(FloatingPointError, match="nothing has been changed"):
         model.variational_strategy.natural_gradient_step(data.x, data.y, Broken())
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("outputscale", [1e-2, 1.0, 1e4])
+def test_labels_that_cancel_converge(outputscale: float, dtype: torch.dtype) -> None:
+    """As many ones as zeros at one input: their natural means add up to rounding, of any size."""
+    x = torch.full((60, 2), 0.3, dtype=dtype)
+    y = (torch.arange(60) % 2).to(x)
+    kernel = make_kernel(outputscale=outputscale)
+    model = GP(x[:1], BernoulliLikelihood(), make_mean(0.0), kernel).to(dtype).eval()
+    info = model.variational_strategy.converge(x, y)  # a warning would be an error
+    assert info.converged
+    assert model(x[:1]).mean.abs() < 1e-3 * outputscale**0.5

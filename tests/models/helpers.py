@@ -45,6 +45,7 @@ class Data(NamedTuple):
                 "covar_module": make_kernel(),
                 "mean_module": make_mean(),
                 "likelihood_arguments": self.arguments,
+                "outcome_transform": None,
                 **kwargs,
             },
         )

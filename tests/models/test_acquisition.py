@@ -10,6 +10,8 @@ from botorch.acquisition import (
     AcquisitionFunction,
     ExpectedImprovement,
     LogExpectedImprovement,
+    LogNoisyExpectedImprovement,
+    NoisyExpectedImprovement,
     UpperConfidenceBound,
     qKnowledgeGradient,
     qLogExpectedImprovement,
@@ -21,6 +23,7 @@ from botorch.acquisition import active_learning as botorch_active_learning
 from botorch.acquisition.multi_step_lookahead import qMultiStepLookahead
 from botorch.exceptions.errors import UnsupportedError
 from botorch.generation import MaxPosteriorSampling
+from botorch.models import SingleTaskGP
 from botorch.models.model import Model
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
@@ -311,3 +314,16 @@ def test_thompson_sampling_with_paths(likelihood: str) -> None:
         (gradient,) = torch.autograd.grad(paths(X).sum(), X)
         X = (X + 0.002 * gradient).clamp(0, 1).detach().requires_grad_()
     assert (paths(X).squeeze(-1) > before).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*NoisyExpectedImprovement has known numerical issues")
+@pytest.mark.parametrize("kind", [NoisyExpectedImprovement, LogNoisyExpectedImprovement])
+def test_noisy_improvement_is_that_of_botorch(kind: Any) -> None:
+    """It asks for a `SingleTaskGP` by name."""
+    models, X, values = pair(fixed_noise=True), make_inputs(5, 1, 2), []
+    for model in models:
+        assert isinstance(model, SingleTaskGP)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            values.append(kind(model, model.train_inputs[0][:6], num_fantasies=4)(X))
+    assert_close(*values)

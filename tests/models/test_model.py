@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -238,7 +239,9 @@ def test_number_of_inducing_points(batch_shape: torch.Size, name: str) -> None:
 def test_inducing_points_that_would_add_nothing(batch_shape: torch.Size) -> None:
     """With a smooth kernel on a line, a few points explain all: no more of them are chosen."""
     X = make_inputs(*batch_shape, 120, 1)
-    model = SequentialGP(X, (6 * X).sin(), covar_module=RBFKernel(), inducing_points=100)
+    model = SequentialGP(
+        X, (6 * X).sin(), covar_module=RBFKernel(), inducing_points=100, outcome_transform=None
+    )
     number = model.variational_strategy.inducing_points.shape[-2]
     assert 3 < number < 20
     K = model.covar_module(X).to_dense()
@@ -385,3 +388,24 @@ def test_missing_targets() -> None:
         X[seen], Y[seen], likelihood=GaussianLikelihoodWithMissingObs(), inducing_points=X
     )
     assert_same(*(model.posterior(make_inputs(5, 2)) for model in (some, rest)))
+
+
+def test_data_that_require_grad() -> None:
+    """They are copied without their graph, which is theirs and can still be used."""
+    X, Y = make_inputs(12, 2), torch.sin(5 * make_inputs(12, 2)).sum(-1, keepdim=True)
+    leaf = X.clone().requires_grad_()
+    inputs, targets = 1.0 * leaf, Y + 0 * leaf[:, :1]
+    noise = (0.1 + 0 * leaf[:, :1]).detach().requires_grad_()
+    model = SequentialGP(inputs[:8], targets[:8], noise[:8], covar_module=RBFKernel())
+    plain = SequentialGP(X[:8], Y[:8], noise[:8].detach(), covar_module=RBFKernel())
+    test = make_inputs(3, 2)
+    assert_same(*(each.posterior(test) for each in (model, plain)))
+    model.update(inputs[8:10], targets[8:10], noise=noise[8:10], steps=2)
+    plain.update(X[8:10], Y[8:10], noise=noise[8:10].detach(), steps=2)
+    assert_same(*(each.posterior(test) for each in (model, plain)))
+    assert not any(t.requires_grad for t in (*model.train_inputs, model.train_targets))
+    copy.deepcopy(model)
+    known = model.condition_on_observations(inputs[10:], targets[10:], noise=noise[10:])
+    gradient = torch.autograd.grad(known.posterior(test).mean.sum(), leaf)[0]
+    assert gradient[10:].abs().min() > 0  # observations on top keep their graph
+    assert gradient[:10].abs().max() == 0

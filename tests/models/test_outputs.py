@@ -15,6 +15,7 @@ from botorch.models.model import ModelList
 from botorch.models.transforms import Standardize
 from botorch.posteriors import GPyTorchPosterior, PosteriorList
 from botorch.sampling import ListSampler, SobolQMCNormalSampler
+from gpytorch.means import ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood, SumMarginalLogLikelihood
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from tests.helpers import (
     CASES,
     assert_close,
     assert_untouched,
+    latent,
     make_inputs,
     make_kernel,
     make_mean,
@@ -333,7 +335,7 @@ def test_list_is_fitted() -> None:
     joint = ModelListGP(*models)
 
     def objective(likelihood: Any, model: Any) -> Any:
-        exact = isinstance(model, SingleTaskGP)
+        exact = not isinstance(model, SequentialGP)
         return (ExactMarginalLogLikelihood if exact else DualELBO)(likelihood, model)
 
     mll = SumMarginalLogLikelihood(joint.likelihood, joint, mll_cls=objective)
@@ -349,7 +351,7 @@ def test_joint_covariance_of_outputs_with_their_own_lengthscales(shape: tuple[in
     """Batches of inputs, also as many points as outputs, whose dimensions could be confused."""
     X = make_inputs(12, 2)
     Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
-    models: list[Any] = [SequentialGP(X, Y), SingleTaskGP(X, Y, outcome_transform=None)]
+    models: list[Any] = [SequentialGP(X, Y), SingleTaskGP(X, Y)]
     for model in models:
         model.covar_module.lengthscale = torch.tensor([[[0.2, 0.3]], [[1.5, 0.9]]])
         model.likelihood.noise = torch.tensor([[0.1], [0.2]])
@@ -382,7 +384,7 @@ def test_each_output_has_its_own_fixed_noise() -> None:
     Y = torch.stack([torch.sin(6 * X).sum(-1), torch.cos(3 * X).sum(-1)], -1)
     noise = torch.tensor([0.01, 4.0]).expand_as(Y)
     ours, exact = (
-        SequentialGP(X, Y, train_Yvar=noise),
+        SequentialGP(X, Y, train_Yvar=noise, outcome_transform=None),
         SingleTaskGP(X, Y, train_Yvar=noise, outcome_transform=None),
     )
     for indices in ([0, 1], [1, 0]):
@@ -396,3 +398,64 @@ def test_each_output_has_its_own_fixed_noise() -> None:
     assert conditioned.posterior(X).mean.shape == (12, 1)
     sampler = SobolQMCNormalSampler(torch.Size([3]))
     assert second.fantasize(test.unsqueeze(1), sampler).posterior(X).mean.shape == (3, 4, 12, 1)
+
+
+def test_list_with_given_noise() -> None:
+    """BoTorch's lists count outputs together, and ask the second model for output 1 of its one."""
+    ours, exact = zip(*(pair(n=8 + k) for k in range(2)), strict=True)
+    X, noise = make_inputs(3, 2), 0.1 + torch.rand(3, 2)
+    lists = ModelListGP(*ours), ModelListGP(*exact)
+    assert_same(*(models.posterior(X, observation_noise=noise) for models in lists))
+
+
+def test_list_with_given_noise_of_several_outputs() -> None:
+    """Where BoTorch's own models raise an error."""
+    first, second = pair()[0], pair(outputs=2)[0]
+    X, noise = make_inputs(3, 2), 0.1 + torch.rand(3, 3)
+    joint = ModelListGP(first, second).posterior(X, observation_noise=noise)
+    assert_close(joint.variance[..., :1], first.posterior(X).variance + noise[:, :1])
+    assert_close(joint.variance[..., 1:], second.posterior(X).variance + noise[:, 1:])
+
+
+@pytest.mark.parametrize("idcs", [[0], [1], [2, 0]], ids=str)
+def test_given_noise_of_some_outputs(idcs: list[int]) -> None:
+    ours, exact = pair(outputs=3)
+    X, noise = make_inputs(4, 2), 0.1 + torch.rand(4, 3)
+    part = ours.posterior(X, output_indices=idcs, observation_noise=noise)
+    full = exact.posterior(X, observation_noise=noise)  # BoTorch cannot select just one
+    assert_close(part.mean, full.mean[:, idcs])
+    assert_close(part.variance, full.variance[:, idcs])
+
+
+def test_subset_of_all_outputs_is_a_copy() -> None:
+    model, X = pair(outputs=2)[0], make_inputs(4, 2)
+    before = model.posterior(X).mean
+    part = model.subset_output([0, 1])
+    assert_close(part.posterior(X).mean, before)
+    part.update(X, torch.ones(4, 2), learn=False)
+    assert_close(model.posterior(X).mean, before)
+
+
+@pytest.mark.parametrize("batch_shape", [(3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("idcs", [[1], [2, 0]], ids=str)
+def test_subset_with_a_batch_of_zero_means(batch_shape: tuple[int, ...], idcs: list[int]) -> None:
+    X = make_inputs(*batch_shape[:-1], 6, 2)
+    Y = torch.stack([latent(X + 0.2 * k) for k in range(3)], -1)
+    mean = ZeroMean(batch_shape=torch.Size(batch_shape))
+    model = SequentialGP(X, Y, mean_module=mean, covar_module=make_kernel(), outcome_transform=None)
+    test = make_inputs(4, 2)
+    part = model.subset_output(idcs).posterior(test)
+    assert_close(part.mean, model.posterior(test).mean[..., idcs])
+    assert_close(part.variance, model.posterior(test).variance[..., idcs])
+
+
+def test_training_inputs_are_repeated_for_outputs() -> None:
+    """As BoTorch has them, and it can be given them again."""
+    ours, exact = pair(outputs=2)
+    assert_close(ours.train_inputs[0], exact.train_inputs[0])
+    X = ours.train_inputs[0][:, :4]
+    assert_close(ours.train()(X).mean, ours.train()(X[0]).mean)
+    ours.set_train_data(X, ours.train_targets[:, :4], strict=False)
+    assert ours.num_data == 4
+    with pytest.raises(ValueError, match="the outputs share their inputs"):
+        ours.set_train_data(torch.stack([X[0], X[1] + 1]), strict=False)

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 from botorch.models.transforms import Normalize, Standardize
-from botorch.sampling.pathwise import draw_kernel_feature_paths, draw_matheron_paths
+from botorch.sampling.pathwise import (
+    draw_kernel_feature_paths,
+    draw_matheron_paths,
+    gaussian_update,
+    get_matheron_path_model,
+)
+from botorch.utils.multitask import separate_mtmvn
 from torch import Tensor
 
 from seqgp import SequentialGP
@@ -109,9 +115,81 @@ def test_prior_paths() -> None:
     assert_moments(samples, prior.mean, prior.covariance_matrix)
 
 
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
+def test_conditioned_model(name: str) -> None:
+    """The observations on top are not among the inducing points, nor are those of a batch."""
+    model, X = data(name).model(inducing_points=6), make_inputs(5, 2)
+    known, more = make_inputs(2, 3, 2), make_inputs(1, 2)
+    fantasy = model.condition_on_observations(known, torch.ones(2, 3, 1))
+    fantasy = fantasy.condition_on_observations(more, torch.zeros(1, 1))
+    samples, posterior = draw(fantasy, X), fantasy.posterior(X).distribution
+    assert samples.shape == (NUMBER, 2, 5)
+    assert_moments(samples, posterior.mean, posterior.covariance_matrix)
+
+
+def test_conditioned_model_of_two_outputs() -> None:
+    model, X = two_outputs(6), make_inputs(5, 2)
+    fantasy = model.condition_on_observations(make_inputs(3, 2), torch.ones(1, 3, 2))
+    samples, posterior = draw(fantasy, X), fantasy.posterior(X)
+    assert samples.shape == (NUMBER, 1, 2, 5)
+    covariance = torch.stack(
+        [mvn.covariance_matrix for mvn in separate_mtmvn(posterior.distribution)], 1
+    )
+    assert_moments(samples, posterior.mean.mT, covariance)
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_several_latents(conditioned: bool) -> None:
+    """One path for each class, though the latents share kernel and mean."""
+    model, X = data("softmax").model(inducing_points=6), make_inputs(4, 2)
+    if conditioned:
+        model = model.condition_on_observations(make_inputs(2, 2), torch.tensor([[[0.0], [2.0]]]))
+    samples, posterior = draw(model, X), model.posterior(X)
+    covariance = [mvn.covariance_matrix for mvn in separate_mtmvn(posterior.distribution)]
+    assert samples.shape == (NUMBER, *[1] * conditioned, 3, 4)
+    assert_moments(samples, posterior.mean.mT, torch.stack(covariance, -3))
+
+
+def test_outputs_that_share_a_kernel() -> None:
+    """Their functions are drawn independently all the same."""
+    model, X = two_outputs(6), make_inputs(5, 2)
+    model = SequentialGP(
+        make_inputs(12, 2),
+        model.train_targets.mT,
+        covar_module=make_kernel(),
+        mean_module=make_mean(),
+        outcome_transform=None,
+    )
+    samples = draw(model, X)
+    assert samples.shape == (NUMBER, 2, 5)
+    for k in range(2):
+        posterior = model.subset_output([k]).posterior(X).distribution
+        assert_moments(samples[:, k], posterior.mean.squeeze(-1), posterior.covariance_matrix)
+    correlation = torch.corrcoef(samples[:, :, 0].T)[0, 1]
+    assert abs(correlation) < 5 / NUMBER**0.5
+
+
+def test_given_values() -> None:
+    """Paths go through values that are given, instead of drawn, at the inducing points."""
+    model = data("bernoulli").model(inducing_points=6)
+    Z = model.variational_strategy.inducing_points.detach()
+    prior: Any = draw_kernel_feature_paths(model, torch.Size([3]))
+    values = torch.linspace(-1, 1, 6)
+    update = gaussian_update(model, prior(Z), target_values=values)
+    assert_close(prior(Z) + update(Z), values.expand(3, 6), 1e-5)  # but for the jitter
+
+
+def test_path_model() -> None:
+    """`get_matheron_path_model` of a conditioned model: a function with the model's outputs."""
+    fantasy = two_outputs(6).condition_on_observations(make_inputs(3, 2), torch.ones(3, 2))
+    path, X = get_matheron_path_model(fantasy), make_inputs(4, 1, 2)
+    assert path.posterior(X).mean.shape == (4, 1, 2)
+    assert_close(path.posterior(X).mean[2:], path.posterior(X[2:]).mean)
+
+
 def test_what_has_no_paths() -> None:
-    X = make_inputs(2, 2)
-    conditioned = data("bernoulli").model().condition_on_observations(X, torch.ones(2, 1))
-    for model in (conditioned, data("softmax").model()):
-        with pytest.raises(NotImplementedError, match="Pathwise samples of a conditioned"):
-            draw_matheron_paths(model, torch.Size([2]))
+    X = make_inputs(2, 5, 2)
+    Y = torch.arange(10.0).reshape(2, 5, 1) % 3
+    model = SequentialGP(X, Y, likelihood=data("softmax").likelihood)
+    with pytest.raises(NotImplementedError, match="a batch of models with several latents"):
+        draw_matheron_paths(model, torch.Size([2]))

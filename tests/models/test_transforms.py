@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from botorch.acquisition import qNoisyExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
+from botorch.acquisition.risk_measures import VaR
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
 from botorch.models.transforms import ChainedInputTransform, Log, Normalize, Standardize, Warp
-from botorch.models.transforms.input import InputPerturbation, InputTransform
+from botorch.models.transforms.input import (
+    AppendFeatures,
+    FilterFeatures,
+    InputPerturbation,
+    InputTransform,
+)
 from botorch.models.transforms.outcome import ChainedOutcomeTransform, OutcomeTransform
 from botorch.posteriors import TransformedPosterior
 from botorch.sampling import SobolQMCNormalSampler
@@ -183,12 +190,10 @@ def test_targets_are_stored_transformed_and_inputs_raw() -> None:
     model = SequentialGP(
         X, positive(X), input_transform=Normalize(2), outcome_transform=Standardize(1)
     )
-    assert torch.equal(model.train_inputs[0], X)
+    assert torch.equal(model.stream.observations.inputs, X)
     assert_close(model.train_targets.mean(), torch.zeros(()))
     assert_close(model.train_targets.std(), torch.ones(()))
-    assert torch.equal(
-        model.variational_strategy.inducing_points, model.input_transform(model.train_inputs[0])
-    )
+    assert torch.equal(model.variational_strategy.inducing_points, model.input_transform(X))
 
 
 def test_noise_variances_are_transformed() -> None:
@@ -215,3 +220,87 @@ def test_shared_evaluation_of_a_transformed_model() -> None:
     model, _ = both("normalize", "none")
     X = model.input_transform(raw(4, 2))
     assert_same_posterior(model, model.variational_strategy(X), X)
+
+
+@pytest.mark.filterwarnings("ignore:qNoisyExpectedImprovement has known numerical issues")
+def test_risk_measure_of_environmental_variables() -> None:
+    """The user chooses one input, `AppendFeatures` adds a set of values of the other."""
+    X = make_inputs(12, 2)
+    values = []
+    for kind in (SequentialGP, SingleTaskGP):
+        model = kind(
+            X,
+            positive(X),
+            likelihood=gaussian_likelihood(),
+            covar_module=make_kernel(),
+            outcome_transform=None,
+            input_transform=AppendFeatures(torch.linspace(0, 1, 4).unsqueeze(-1)),
+        ).eval()
+        test = torch.linspace(0, 1, 5).reshape(5, 1, 1)
+        assert model.posterior(test).mean.shape == (5, 4, 1)
+        acquisition = qNoisyExpectedImprovement(
+            model,
+            X[:3, :1],
+            SobolQMCNormalSampler(torch.Size([16]), seed=0),
+            objective=VaR(0.5, 4),
+            prune_baseline=False,
+        )
+        values.append(acquisition(test))
+    assert values[0].max() > 0
+    assert_close(*values)
+
+
+def test_observations_are_not_appended_to() -> None:
+    X, test = make_inputs(12, 2), make_inputs(3, 1)
+    features = AppendFeatures(torch.tensor([[0.2], [0.6]]))
+    modules = {"covar_module": make_kernel(), "likelihood": gaussian_likelihood()}
+    options = {**modules, "outcome_transform": None}
+    model = SequentialGP(X, positive(X), input_transform=features, **copy.deepcopy(options))
+    plain = SequentialGP(X, positive(X), **copy.deepcopy(options))
+    both_values = features.eval()(test)
+    new = X[:2] + 0.05, positive(X[:2])
+    assert_same(model.posterior(test), plain.posterior(both_values))
+    known, plainly = (m.condition_on_observations(*new) for m in (model, plain))
+    assert_same(known.posterior(test), plainly.posterior(both_values))
+    targets = new[1].squeeze(-1)
+    assert_close(*(m.log_predictive_density(new[0], targets) for m in (model, plain)))
+    for each in (model, plain):
+        each.update(*new, learn=False)
+    assert_same(model.posterior(test), plain.posterior(both_values))
+
+
+def test_columns_that_do_not_fit() -> None:
+    X = make_inputs(12, 2)
+    model = SequentialGP(
+        X,
+        positive(X),
+        covar_module=make_kernel(),
+        outcome_transform=None,
+        input_transform=AppendFeatures(torch.tensor([[0.2], [0.6]])),
+    )
+    with pytest.raises(ValueError, match="X: expected 2 inputs after the input transform"):
+        model.posterior(X)
+    with pytest.raises(ValueError, match=r"X: expected shape ... x n x 2, got \(3, 1\)"):
+        model.condition_on_observations(X[:3, :1], positive(X[:3]))
+
+
+def test_fewer_inputs_after_the_transform() -> None:
+    X = make_inputs(12, 3)
+    models = [
+        kind(
+            X,
+            positive(X),
+            likelihood=gaussian_likelihood(),
+            covar_module=make_kernel(),
+            outcome_transform=None,
+            input_transform=FilterFeatures(torch.tensor([0, 2])),
+        ).eval()
+        for kind in (SequentialGP, SingleTaskGP)
+    ]
+    test, new = make_inputs(4, 3), make_inputs(2, 3)
+    assert_same(*(model.posterior(test) for model in models))
+    known = [model.condition_on_observations(new, positive(new)) for model in models]
+    assert_same(*(model.posterior(test) for model in known))
+    expected = models[0].condition_on_observations(new, positive(new), fixed_inducing=True)
+    models[0].update(new, positive(new), learn=False)
+    assert_same(models[0].posterior(test), expected.posterior(test))

@@ -88,7 +88,7 @@ def test_learning_with_unlimited_memory_has_the_gradient_of_batch_learning() -> 
     order = torch.cat([torch.nonzero(Y[:, 0] == k).squeeze(-1) for k in range(CLASSES)])
     for x, y in by_class(X, Y):
         stream.update(x, y, memory=EVERYTHING, learn=False)
-    assert torch.equal(stream.train_inputs[0], X[order])
+    assert torch.equal(stream.stream.observations.inputs, X[order])
     gradients = []
     for model in (stream, batch):
         bound, _ = model.bound()
@@ -252,7 +252,7 @@ def test_full_replay_is_batch_learning_of_weighted_observations() -> None:
     for x, y in zip(X.split(30), Y.split(30), strict=True):
         model.update(x, y, memory=memory, learn=False)
     alone = model_of(X[:0], Y[:0])
-    kept, labels = model.train_inputs[0], model.train_targets
+    kept, labels = model.stream.observations.inputs, model.stream.observations.targets
     weights = model.memory_weights
     assert len(kept) == 30
     assert bool((weights >= 1).all())
@@ -353,7 +353,7 @@ def test_balance_keeps_as_many_of_each_class() -> None:
     memory = MemoryOptions(capacity=0.2, balance=True, replay=1.0)
     for x, y in by_class(X, Y):
         model.update(x, y, memory=memory, learn=False)
-    _, counts = model.train_targets.unique(return_counts=True)
+    _, counts = model.stream.observations.targets.unique(return_counts=True)
     assert counts.tolist() == [6, 6, 6]
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
-import torch
 from gpytorch.likelihoods import BernoulliLikelihood
-from torch import Tensor
 
 from seqgp import SequentialGP
 from seqgp.streaming.draft import adopt, draft_of
 from tests.helpers import make_inputs
+from tests.reliability.interrupts import Interrupts, is_same, snapshot
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -30,46 +25,6 @@ def make_model() -> SequentialGP:
 def update(model: SequentialGP) -> None:
     X = make_inputs(20, 2)[12:]
     model.update(X, (X[:, 1:] > 0.5).double(), steps=2, memory=10)
-
-
-def snapshot(model: SequentialGP) -> list[Tensor]:
-    """Everything that an update changes."""
-    held = model.stream.observations
-    counts = torch.tensor([model.num_seen, model.num_updates])
-    tensors = [*model.state_dict().values(), held.inputs, held.targets, model.memory_weights]
-    return [tensor.clone() for tensor in (*tensors, counts)]
-
-
-def is_same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-class Interrupts:
-    """Raises a KeyboardInterrupt at some of the lines of the library that are executed."""
-
-    def __init__(self, at: set[int]) -> None:
-        self.at, self.lines = at, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if "/seqgp/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines in self.at:
-                raise KeyboardInterrupt
-        return self
-
-    def run(self, action: Callable[[], None]) -> bool:
-        """Whether the action was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            action()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
 
 
 def test_interrupts_anywhere_leave_no_mixture() -> None:

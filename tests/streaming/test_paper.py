@@ -141,7 +141,7 @@ def test_the_papers_rule_is_that_of_the_paper(name: str) -> None:
             model.covar_module.base_kernel.lengthscale, oracle.kernel.base_kernel.lengthscale
         )
         assert_close(model.covar_module.outputscale, oracle.kernel.outputscale)
-    assert_close(model.train_inputs[0], oracle.memory[0])
+    assert_close(model.stream.observations.inputs, oracle.memory[0])
 
 
 WITHOUT_ARGUMENTS = [name for name in CASES if not CASES[name].arguments(1)]

@@ -29,7 +29,14 @@ from seqgp import (
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.rules import stands_for
 from seqgp.streaming.update import UpdateRecord
-from tests.helpers import make_kernel, make_mean, unscaled
+from tests.helpers import (
+    assert_close,
+    latent,
+    make_inputs,
+    make_kernel,
+    make_mean,
+    unscaled,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -80,7 +87,7 @@ def make_model(name: str, X: Tensor, Y: Tensor, Z: Tensor, **kwargs: Any) -> Seq
         mean_module=make_mean(),
         inducing_points=Z,
         likelihood_arguments=arguments,
-        **kwargs,
+        **{"outcome_transform": None, **kwargs},
     )
 
 
@@ -157,7 +164,7 @@ def test_order_does_not_matter_for_gaussian_observations() -> None:
 def test_folding_leaves_the_bound_but_for_unexplained_variances() -> None:
     """The summary leaves out the trace term of Titsias' bound, as it should."""
     streamed, batch = stream("gaussian", NOTHING, [30]), at_once("gaussian")
-    X = batch.train_inputs[0]
+    X = batch.stream.observations.inputs
     batch.train()
     prior = batch.forward(X).variance
     strategy = batch.variational_strategy
@@ -246,7 +253,7 @@ def test_the_memory_stands_for_the_unexplained_variance_of_others(name: str, mov
     assert (stands_for > 0).all()
     with torch.no_grad():
         difference = model.bound(tol=1e-10, stands_for=stands_for)[0] - model.bound(tol=1e-10)[0]
-        X, kernel = model.train_inputs[0][:4], model.covar_module
+        X, kernel = model.stream.observations.inputs[:4], model.covar_module
         K = kernel(S).to_dense()
         K = K + 1e-8 * K.diagonal().diag()
         cross = kernel(S, X).to_dense()
@@ -346,7 +353,7 @@ def test_record() -> None:
     assert (record.num_new, record.num_memory, record.num_inducing) == (20, 7, 8)
     assert record.memory_gained - record.memory_lost == 7 - 10
     assert record.elbo == pytest.approx(float(at_once("gaussian").bound()[0].detach()), abs=1e-6)
-    assert len(model.train_targets) == 7
+    assert len(model.stream.observations.targets) == 7
     assert float(model.variational_strategy.summary_count) == 23
 
 
@@ -401,7 +408,7 @@ def test_a_failed_update_leaves_no_trace(change: Any, error: Any, message: str |
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert all(torch.equal(a, b) for a, b in zip(predictions, moments(model), strict=True))
-    assert len(model.train_targets) == 10
+    assert len(model.stream.observations.targets) == 10
     assert not model.training
 
 
@@ -612,7 +619,7 @@ def test_weights_stay_with_their_observations() -> None:
     }
     assert (model.memory_weights >= 1).all()
     gone = model.memory.inputs[3:6]
-    model.forget(gone, model.train_targets[3:6].unsqueeze(-1))
+    model.forget(gone, model.stream.observations.targets[3:6].unsqueeze(-1))
     assert len(model.memory_weights) == model.num_data == 12
     for x, weight in zip(model.memory.inputs, model.memory_weights, strict=True):
         assert weights[tuple(x.tolist())] == weight
@@ -623,7 +630,7 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
     """Though the first batch had no use for as many."""
     X = torch.linspace(0, 8, 400).unsqueeze(-1)
     Y = torch.sin(2 * X)
-    model = SequentialGP(X[:50], Y[:50], inducing_points=40)
+    model = SequentialGP(X[:50], Y[:50], inducing_points=40, outcome_transform=None)
     first = model.variational_strategy.inducing_points.shape[-2]
     assert first < 20
     for x, y in zip(X[50:].split(50), Y[50:].split(50), strict=True):
@@ -672,6 +679,46 @@ def test_a_stream_with_arguments_of_its_own() -> None:
         records = model.update_stream(batches, steps=2, memory=EVERYTHING, progress=False)
     assert [record.steps > 0 for record in records] == [True] * 3
     assert torch.equal(model.likelihood_arguments["total_count"], totals)
-    assert model.train_inputs[0].dtype == torch.float64
+    assert model.stream.observations.inputs.dtype == torch.float64
     model.forget(X[:4].float(), Y[:4], total_count=totals[:4])
     assert model.num_seen == 26
+
+
+def test_outputs_that_share_a_kernel_but_not_a_mean() -> None:
+    X = make_inputs(20, 2)
+    Y = torch.stack([latent(X + 0.3 * k) for k in range(2)], -1)
+    mean = gpytorch.means.ConstantMean(batch_shape=torch.Size([2]))
+    mean.initialize(constant=torch.tensor([0.1, 0.4]))
+    noise = GaussianLikelihood(batch_shape=torch.Size([2])).initialize(noise=0.1)
+    joint = SequentialGP(
+        X[:8], Y[:8], None, noise, make_kernel(), mean, outcome_transform=None, inducing_points=6
+    )
+    options = {"memory": MemoryOptions(capacity=4, policy="recent"), "learn": False}
+    for i in (8, 12, 16):
+        joint.update(X[i : i + 4], Y[i : i + 4], inducing="adapt", max_inducing=6, **options)
+    joint.variational_strategy.start_from(X[10:16])  # the summary stays where it was made
+
+    def bound(model: SequentialGP) -> Tensor:
+        held = model.transformed(model.stream.observations)
+        return model.bound(stands_for=stands_for(model, held))[0]
+
+    assert_close(bound(joint), torch.cat([bound(joint.subset_output([k])) for k in range(2)]))
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_column_major_data(outputs: int) -> None:
+    """As a data frame's ``to_numpy()`` has them, or a stack of columns that is transposed."""
+    X = make_inputs(20, 2)
+    Y = torch.stack([latent(X + 0.3 * k) for k in range(outputs)], -1)
+    models = []
+    for columns in (False, True):
+        x, y = (each.T.contiguous().T if columns else each for each in (X, Y))
+        assert x.is_contiguous() != columns
+        model = SequentialGP(x[:8], y[:8], covar_module=make_kernel(), outcome_transform=None)
+        stream = [(x[8:14], y[8:14]), (x[14:], y[14:])]
+        model.update_stream(stream, memory=4, max_inducing=6, steps=2, progress=False)
+        model.forget(x[:1], y[:1])
+        models.append(model)
+    test = make_inputs(5, 2)
+    assert_close(*(model.posterior(test).mean for model in models))
+    assert_close(*(model.posterior(test).variance for model in models))

@@ -1,0 +1,51 @@
+r"""The whitened posterior as a function of duals whose derivative is the natural gradient.
+
+Duals are natural parameters, :math:`\eta_1 = \lambda_w` and :math:`\eta_2 = -\tfrac12 (I + B_w)`.
+The natural gradient of a loss with respect to them is its gradient with respect to the expectation
+parameters :math:`\mu` and :math:`S + \mu \mu^T`. With :math:`S = W^{-1}`, :math:`W = R R^T`,
+
+.. math::
+    \partial_S \ell = -R \operatorname{sym}(\Phi(R^T \partial_R \ell)) R^T, \qquad
+    \tilde\nabla_{\lambda_w} = \partial_\mu \ell - 2 (\partial_S \ell) \mu, \qquad
+    \tilde\nabla_{B_w} = -2 \, \partial_S \ell,
+
+where :math:`\Phi` takes the lower triangle and half of the diagonal. The loss can be anything:
+whatever is computed from the posterior is differentiated by autograd, as often as it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqgp.dual.duals import Duals
+from seqgp.dual.posterior import Factors, factorise
+
+
+def natural_factors(duals: Duals) -> Factors:
+    """The posterior of some duals; a backward pass leaves natural gradients with the duals.
+
+    Args:
+        duals: The duals.
+    """
+    return Factors(*_NaturalFactors.apply(*duals))
+
+
+class _NaturalFactors(torch.autograd.Function):
+    """`factorise`, with natural gradients instead of ordinary ones."""
+
+    @staticmethod
+    def forward(ctx: Any, lam: Tensor, B: Tensor) -> Any:
+        R, mean = factorise(Duals(lam, B))
+        ctx.save_for_backward(R, mean)
+        return R, mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (R, mean), (grad_R, grad_mean) = ctx.saved_tensors, gradients
+        inner = (R.mT @ grad_R).tril()
+        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
+        grad_S = -0.5 * R @ (inner + inner.mT) @ R.mT
+        return grad_mean - 2 * (grad_S @ mean.unsqueeze(-1)).squeeze(-1), -2 * grad_S

@@ -1,0 +1,125 @@
+"""Outcome transforms: the default one, and how observations pass through any of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from botorch.models.transforms.outcome import (
+    OutcomeTransform,
+    Standardize,
+    StratifiedStandardize,
+)
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+
+from seqgp.likelihoods.traits import is_real_valued
+
+
+class Affine(NamedTuple):
+    """The inverse of a linear outcome transform: ``y = offset + scale * target``.
+
+    Attributes:
+        offset: ``... x 1 x m``.
+        scale: ``... x 1 x m``, positive.
+    """
+
+    offset: Tensor
+    scale: Tensor
+
+
+def default_transform(
+    Y: Tensor, likelihood: Likelihood | None, functionals: bool = False
+) -> Standardize | None:
+    """`Standardize` for real-valued observations, as in `SingleTaskGP`; ``None`` for all others.
+
+    Its statistics are those of the observations. Without any it is the identity, and so it is for
+    an output of which all observations are missing (NaN).
+
+    Observations of functionals are not transformed by default, since the mean of differences, for
+    example, says nothing about the mean of the function.
+
+    Args:
+        Y: ``... x n x m`` observations.
+        likelihood: What they are observations of; ``None`` for a Gaussian.
+        functionals: Whether they are observations of functionals.
+    """
+    if functionals or not (likelihood is None or is_real_valued(likelihood)):
+        return None
+    transform = Standardize(Y.shape[-1], batch_shape=Y.shape[:-2])
+    if not Y.shape[-2]:
+        Y = Y.new_zeros(*Y.shape[:-2], 1, Y.shape[-1])
+    transform(Y.where(~Y.isnan().all(-2, keepdim=True), 0.0))
+    return transform.eval()
+
+
+def transform_observations(
+    transform: OutcomeTransform,
+    Y: Tensor,
+    noise: Tensor | None,
+    X: Tensor,
+    coefficients: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Transformed observations and noise variances, with the statistics that are known.
+
+    If ``f = offset + scale * g``, then the observation ``sum_j c_j f(x_j)`` of a functional is
+    ``offset * sum_j c_j + scale * sum_j c_j g(x_j)``.
+
+    Args:
+        transform: The transform.
+        Y: ``... x n x m`` observations.
+        noise: ``... x n x m`` noise variances.
+        X: ``... x n x d`` inputs, after the input transform.
+        coefficients: ``... x n x J``, if the observations are of functionals.
+    """
+    transform.eval()
+    if coefficients is not None:
+        Y = Y + _offset(transform) * (1 - coefficients.sum(-1, keepdim=True))
+    result: tuple[Tensor, Tensor | None] = transform(Y, noise, X=X)
+    return result
+
+
+def untransform_observations(
+    transform: OutcomeTransform,
+    Y: Tensor,
+    noise: Tensor | None,
+    X: Tensor,
+    coefficients: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `transform_observations`.
+
+    Args:
+        transform: The transform.
+        Y: ``... x n x m`` transformed observations.
+        noise: ``... x n x m`` transformed noise variances.
+        X: ``... x n x d`` inputs, after the input transform.
+        coefficients: ``... x n x J``, if the observations are of functionals.
+    """
+    result: tuple[Tensor, Tensor | None] = transform.untransform(Y, noise, X=X)
+    if coefficients is None:
+        return result
+    return result[0] - _offset(transform) * (1 - coefficients.sum(-1, keepdim=True)), result[1]
+
+
+def _offset(transform: OutcomeTransform) -> Tensor:
+    """The offset of a transform of functionals, which has to be linear."""
+    inverse = affine(transform)
+    if inverse is None:
+        raise ValueError(
+            "outcome_transform: observations of functionals need a linear one that does not depend "
+            f"on the inputs, such as Standardize; got {type(transform).__name__}."
+        )
+    return inverse.offset
+
+
+def affine(transform: OutcomeTransform) -> Affine | None:
+    """The offset and the scale of a linear transform; ``None`` if it is not one.
+
+    Args:
+        transform: The transform.
+    """
+    if not transform._is_linear or isinstance(transform, StratifiedStandardize):
+        return None
+    like = next((b for b in transform.buffers() if b.is_floating_point()), torch.zeros(1, 1))
+    offset, variance = transform.untransform(torch.zeros_like(like), torch.ones_like(like))
+    return None if variance is None else Affine(offset, variance.sqrt())

@@ -1,0 +1,76 @@
+"""Whether the posterior belongs to the hyperparameters, the noise and the transforms of a model.
+
+All of them can be set by hand at any time, as those of BoTorch's models: the next prediction
+notices, and converges the sites anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from torch import Tensor
+
+from seqgp.models.protocol import DataModel
+
+
+def values_of(model: DataModel) -> Tensor:
+    """All numbers that the sites depend on beside the data, one after the other.
+
+    Args:
+        model: The model.
+    """
+    strategy = model.variational_strategy
+    like: Tensor = strategy.inducing_points
+    found: list[Tensor] = []
+    for child in model.children():
+        if child is strategy:
+            continue
+        for module in child.modules():
+            found += [t for t in module._parameters.values() if t is not None]
+            found += [t for t in module._buffers.values() if t is not None]
+            found += [t for t in vars(module).values() if isinstance(t, Tensor)]
+    flat = [tensor.detach().reshape(-1).to(like.device, like.dtype) for tensor in found]
+    return torch.cat(flat) if flat else like.new_empty(0)
+
+
+def is_finite_and_current(model: DataModel, X: Tensor) -> tuple[bool, bool]:
+    """Whether inputs are finite, and the posterior is up to date; asks the device once.
+
+    Args:
+        model: The model.
+        X: The inputs.
+    """
+    flags, settled = [X.isfinite().all()], model.settled_at
+    # A stream with the paper's rule holds other things fixed when hyperparameters move.
+    checked = not model.variational_strategy.is_fantasy and model.stream.rule == "pseudo-likelihood"
+    if checked and settled:
+        now, then = values_of(model), settled[0]
+        if now.shape != then.shape:
+            return bool(flags[0]), False
+        flags.append((now == then).all())
+    answers = torch.stack(flags).tolist()
+    return answers[0], answers[-1] or len(answers) == 1
+
+
+@torch.no_grad()
+def catch_up(model: DataModel) -> None:
+    """Converge the sites at the hyperparameters, the noise and the transforms of a model.
+
+    Args:
+        model: The model.
+    """
+    strategy, held = model.variational_strategy, model.stream.observations
+    likelihood, noise = model.likelihood, held.arguments.get("noise")
+    chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
+    if not chosen and held.coefficients is None:
+        Z = strategy.inducing_points
+        if Z.shape[-2] == held.points.shape[-2]:  # they are the inputs, transformed
+            strategy.start_from(model.transform_train_inputs(held.points).reshape(Z.shape))
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and not model.num_updates:
+        own = likelihood.noise_covar.noise
+        if noise is not None and own.shape == noise.shape:
+            arguments = {**held.arguments, "noise": own.detach().clone()}
+            model.stream = replace(model.stream, observations=replace(held, arguments=arguments))
+    model.refresh()

@@ -1,0 +1,85 @@
+"""The training data of a model as BoTorch's models show theirs.
+
+They are views for others: `SequentialGP.stream` holds the data.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from seqgp.dual.linalg import broadcast_shapes
+from seqgp.models.protocol import DataModel
+from seqgp.observations import concatenate
+
+
+def train_inputs(model: DataModel, raw: bool) -> Tensor:
+    """``batch_shape x n x d`` inputs, with those that the model was conditioned on; a copy.
+
+    Of functionals, ``... x n x J x d``: without those that the model has been conditioned on.
+
+    Args:
+        model: The model.
+        raw: Whether they are returned as they were given, or after the input transform.
+    """
+    data = model.stream.observations
+    with torch.no_grad():
+        if not raw:
+            data = data.with_inputs(model.transform_train_inputs(data.points))
+        held = data.inputs.detach().clone()
+    observed = model.variational_strategy.observed
+    if observed is None or data.coefficients is not None:
+        return held
+    if raw:
+        for X in model.conditioned_inputs:
+            held = concatenate(held, X, -2)
+    else:
+        points = observed.data.points.detach()
+        held = concatenate(held, points.squeeze(-3) if model.has_output_dim else points, -2)
+    # Fantasies of the same points differ in their targets only.
+    return held.expand(*broadcast_shapes(held.shape[:-2], model.batch_shape), *held.shape[-2:])
+
+
+def train_targets(model: DataModel) -> Tensor:
+    """``... [x m] x n`` targets, with those that the model has been conditioned on; a copy.
+
+    Warns if they are not all that the model has learnt from.
+
+    Args:
+        model: The model.
+    """
+    if model.variational_strategy.has_summary:
+        warnings.warn(
+            f"train_targets: these are the {model.num_data} observations in the memory, of "
+            f"{model.num_seen} that the model has learnt from. What needs all of them, such as "
+            "leave-one-out cross validation or the best observation so far, needs them from you; "
+            "model.memory is for those in the memory.",
+            stacklevel=3,
+        )
+    targets = model.stream.observations.targets.detach().clone()
+    observed = model.variational_strategy.observed
+    if observed is None:
+        return targets
+    return concatenate(targets, observed.data.targets.detach().to(targets), -1)
+
+
+def untransformed_inputs(model: DataModel, X: Tensor) -> Tensor:
+    """Inputs as they were given, from what `train_inputs` shows in the present mode.
+
+    Args:
+        model: The model.
+        X: ``... x n x d`` inputs, transformed in eval mode.
+    """
+    transform = getattr(model, "input_transform", None)
+    if transform is None or model.training:
+        return X
+    try:
+        with torch.no_grad():
+            return transform.untransform(X)
+    except NotImplementedError:
+        raise ValueError(
+            f"train_inputs: in eval mode they are transformed, and {type(transform).__name__} "
+            "cannot be undone; use set_train_data, which takes inputs as they were observed."
+        ) from None

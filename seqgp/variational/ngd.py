@@ -1,0 +1,147 @@
+"""`DualNGD`: natural gradients in GPyTorch's training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.optim import NGD
+from torch.nn import Module
+
+from seqgp.dual import Duals
+from seqgp.dual.posterior import has_posterior
+from seqgp.variational.state import DualState, Leaves
+
+
+class DualNGD(NGD):
+    r"""Natural-gradient descent for all duals of a model, in GPyTorch's usual training loop.
+
+    As `gpytorch.optim.NGD` for a `NaturalVariationalDistribution`: any objective of GPyTorch
+    (`VariationalELBO`, `PredictiveLogLikelihood`, `DeepApproximateMLL`, ...), any ``beta``,
+    minibatches, gradients that are accumulated over several backward passes, and wrappers such as
+    `IndependentMultitaskVariationalStrategy`, `LMCVariationalStrategy` or `DeepGPLayer`. Steps are
+    the same as GPyTorch's: with a Gaussian likelihood, all data and ``lr=1`` one step is exact.
+
+    As long as this optimiser exists and the model is in train mode, hyperparameters move under the
+    whitened posterior, as they do in GPyTorch. (In eval mode, or with `DualELBO` and no such
+    optimiser, the posterior follows the prior.)
+
+    Args:
+        model: A model with one or several `DualVariationalStrategy`.
+        num_data: The number of all observations, by which the objective was divided.
+        lr: The step size. If a step would leave no posterior, which can happen with likelihoods
+            that are not log-concave, it is shortened.
+
+    Example:
+        >>> import torch, gpytorch
+        >>> from seqgp import DualNGD, DualVariationalStrategy
+        >>> class GP(gpytorch.models.ApproximateGP):
+        ...     def __init__(self, Z):
+        ...         super().__init__(DualVariationalStrategy(self, Z))
+        ...         self.mean_module = gpytorch.means.ConstantMean()
+        ...         self.covar_module = gpytorch.kernels.RBFKernel()
+        ...     def forward(self, x):
+        ...         return gpytorch.distributions.MultivariateNormal(
+        ...             self.mean_module(x), self.covar_module(x))
+        >>> x = torch.linspace(0, 1, 20).unsqueeze(-1)
+        >>> y = (x.squeeze(-1) > 0.5).to(x)
+        >>> model, likelihood = GP(x[::4]), gpytorch.likelihoods.BernoulliLikelihood()
+        >>> mll = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=20)
+        >>> ngd = DualNGD(model, num_data=20, lr=0.5)
+        >>> adam = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01)
+        >>> for _ in range(10):
+        ...     ngd.zero_grad()
+        ...     adam.zero_grad()
+        ...     loss = -mll(model(x), y)
+        ...     loss.backward()
+        ...     ngd.step()
+        ...     adam.step()
+        >>> probability = likelihood(model.eval()(x)).mean
+        >>> bool((probability.round() == y).all())
+        True
+    """
+
+    def __init__(self, model: Module, num_data: int, lr: float = 0.1) -> None:
+        strategies = {
+            name: module for name, module in model.named_modules() if isinstance(module, DualState)
+        }
+        if not strategies:
+            raise TypeError(
+                f"model: expected one with a DualVariationalStrategy, got a {type(model).__name__} "
+                "without any; gpytorch.optim.NGD is for a NaturalVariationalDistribution."
+            )
+        if isinstance(num_data, bool) or not num_data > 0:
+            raise ValueError(f"num_data: expected the number of all observations, got {num_data}.")
+        if not 0 < lr < float("inf"):
+            raise ValueError(f"lr: expected a step size larger than 0, got {lr}.")
+        for name, strategy in strategies.items():
+            if strategy.has_summary or getattr(strategy, "is_conditioned", False):
+                raise ValueError(
+                    f"model: {name} knows of observations that no objective of a training loop "
+                    "contains: a summary of a stream, or what it was conditioned on. Learn with "
+                    "`update`, or make a new model."
+                )
+        self._strategies = list(strategies.values())
+        self._leaves = [Leaves() for _ in strategies]
+        for strategy, leaves in zip(self._strategies, self._leaves, strict=True):
+            strategy.attach(leaves)
+        super().__init__([{"params": leaves.tensors} for leaves in self._leaves], num_data, lr)
+        for group, leaves in zip(self.param_groups, self._leaves, strict=True):
+            leaves.tensors = group["params"]  # one list, whoever replaces what is in it
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One natural-gradient step from the gradients of all backward passes since `zero_grad`.
+
+        Either all duals are changed or, if there is an error, none.
+
+        Args:
+            closure: Evaluates the objective again and returns it.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        steps = []
+        groups = zip(self._strategies, self._leaves, self.param_groups, strict=True)
+        for strategy, leaves, group in groups:
+            if not strategy.is_attached(leaves):
+                raise RuntimeError("Another DualNGD has been made for this model: use that one.")
+            if any(tensor.grad is not None for tensor in group["params"]):
+                steps.append((strategy, self._stepped(group)))
+        if not steps:
+            raise RuntimeError(
+                "DualNGD has no gradients. Call `loss.backward()` before `step`, with a loss that "
+                "was computed from the model's output in train mode, and nothing that changes the "
+                "posterior in between."
+            )
+        for strategy, duals in steps:
+            strategy.learn(duals)
+        return loss
+
+    def _stepped(self, group: dict[str, Any]) -> Duals:
+        """The duals after a step, shortened until there is a posterior."""
+        duals = Duals(*(tensor.detach() for tensor in group["params"]))
+        gradients = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in group["params"]
+        ]
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            raise FloatingPointError(
+                "The natural gradient is not finite; nothing has been changed. Check the scale of "
+                "inputs, targets and hyperparameters."
+            )
+        size = float(group["lr"]) * self.num_data
+        for _ in range(16):
+            new = Duals(*(x - size * g for x, g in zip(duals, gradients, strict=True)))
+            if has_posterior(new):
+                return new
+            size /= 2
+        raise FloatingPointError(
+            "No natural-gradient step leads to a posterior; nothing has been changed. Use a "
+            "smaller lr=, and check the scale of inputs, targets and hyperparameters."
+        )

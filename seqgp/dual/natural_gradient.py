@@ -420,11 +420,12 @@ class _Layout(Generic[Pair]):
         more: they may cancel, as those of as many ones as zeros at the same input do.
         """
         smallest = torch.finfo(target.dtype).tiny
-        largest = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
-        lam, precision = (_largest(part).clamp_min(smallest) for part in largest)
-        sizes = torch.maximum(lam, precision.sqrt()), precision
-        pairs = zip(sizes, largest, strict=True)
-        return torch.cat([size.unsqueeze(-1).expand_as(part) for size, part in pairs], -1)
+        lam, precision = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
+        if not target.shape[-1]:
+            return torch.ones_like(target)
+        largest = precision.amax(-1, keepdim=True).clamp_min(smallest)
+        means = torch.maximum(lam.amax(-1, keepdim=True), largest.sqrt())
+        return torch.cat([means.expand_as(lam), largest.expand_as(precision)], -1)
 
 
 class _History:

@@ -8,7 +8,8 @@ of the whole stream, for which the past has no say.
 
 Which hyperparameters stay is decided by leave-one-out densities of the observations at hand, each
 weighted by how many it stands for: an estimate of the mean log density of observations like those
-of the whole stream. If neither is better than the present ones, nothing has been learnt.
+of the whole stream. If new hyperparameters are worse than the present ones, beyond what chance
+explains, nothing has been learnt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from botorch.optim.utils import get_parameters_and_bounds
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.likelihoods import log_predictive
@@ -219,7 +221,7 @@ def learn_best(
     restart: bool,
     place: Callable[[StreamModel, bool], None],
 ) -> tuple[int, Tensor, str]:
-    """Learn hyperparameters, and keep them only if they predict what is at hand better.
+    """Learn hyperparameters, and keep them unless they predict what is at hand worse.
 
     Args:
         model: The model, which becomes the best of the candidates.
@@ -248,13 +250,19 @@ def learn_best(
         bound = draft.refresh(max_steps=options.site_steps)
         return _Candidate(name, draft, bound, stream_densities(draft))
 
-    present, best = candidate("present", False, True), candidate("continued", True, True)
-    if restart and model.stream.num_updates:
-        restarted = candidate("restarted", True, False)
-        if is_better(restarted.densities, best.densities):
-            best = restarted
-    if is_better(present.densities, best.densities):
-        best = present
+    present = candidate("present", False, True)
+    learnt: list[_Candidate] = []
+    for name, with_past in (("continued", True), ("restarted", False)):
+        if not with_past and not (restart and model.stream.num_updates):
+            continue
+        try:
+            learnt.append(candidate(name, True, with_past))
+        except (FloatingPointError, NanError, NotPSDError):
+            continue  # hyperparameters without a posterior are no candidate
+    best = learnt[0] if learnt else present
+    for other in (*learnt[1:], present):
+        if is_better(other.densities, best.densities):
+            best = other
     adopt(model, best.model)
     return steps, best.bound, best.name
 

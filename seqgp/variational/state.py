@@ -608,16 +608,18 @@ class DualState(_VariationalStrategy):
                 "The update led to duals that are not finite; nothing has been changed. "
                 "Check the scale of inputs, targets and hyperparameters."
             )
-        (self.summary_lam, self.summary_B), self.summary_square, self.summary_count = summary
+        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
+        self.summary_lam, self.summary_B = map(_own, summary.duals)
+        self.summary_square, self.summary_count = summary.square, summary.number
         if known is not None:  # without asking the device again
             self._summary_known = self.summary_count, self.summary_count._version, known
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
-        self.dual_lam, self.dual_B = (tensor.detach() for tensor in duals)
+        self.dual_lam, self.dual_B = map(_own, duals)
         self.reference_points = self.inducing_points.detach().clone()
         # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
         self.reference_mean = state.prior_mean.detach().clone()
-        self.reference_chol = state.chol.detach()
+        self.reference_chol = _own(state.chol)
         self._floating = None
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
@@ -626,7 +628,7 @@ class DualState(_VariationalStrategy):
             own = Duals(self.dual_lam, self.dual_B)
             basis = Basis(None, self.reference_chol, torch.zeros_like(self.reference_mean), None)
             fresh = state._replace(
-                chol=self.reference_chol,
+                chol=state.chol.detach(),
                 prior_mean=self.reference_mean,
                 basis=basis,
                 duals=own,
@@ -725,6 +727,11 @@ def _refuse(_: Tensor) -> None:
         "`ngd.step()` after `loss.backward()`. Or use seqgp.DualELBO, in turns with "
         "`model.variational_strategy.converge(x, y, likelihood)`."
     )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy in a memory of its own, without a graph."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _prior_modules(module: Module) -> Iterator[Module]:

@@ -158,8 +158,11 @@ def test_can_be_pickled_and_copied() -> None:
     """As a whole, with its options: also between refits."""
     loop, X = optimizer(refit_every=100), make_inputs(2, 2)
     loop.tell(X, *evaluate(X))
-    for other in (pickle.loads(pickle.dumps(loop)), copy.deepcopy(loop)):
-        assert torch.equal(other.ask(1), loop.ask(1))
+    others = pickle.loads(pickle.dumps(loop)), copy.deepcopy(loop)
+    # Tensors of copies are laid out in memory in another way, on which rounding depends.
+    for other in others:
+        torch.testing.assert_close(other.ask(1), loop.ask(1), atol=1e-6, rtol=0)
+    assert torch.equal(others[1].ask(1), copy.deepcopy(loop).ask(1))
 
 
 def test_between_refits_models_are_conditioned() -> None:

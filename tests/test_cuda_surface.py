@@ -326,11 +326,7 @@ def test_forgetting(name: str) -> None:
         Y, arguments = observed(name, X)
         memory = MemoryOptions(6, policy="recent")
         model.update(X, Y, learn=False, memory=memory, site_steps=3, **arguments)
-        old, old_Y = model.memory.inputs[-2:], model.to_columns(model.memory.targets)[-2:]
-        held = {key: value[..., -2:] for key, value in model.likelihood_arguments.items()}
-        if "noise" in held:
-            held["noise"] = held["noise"].unsqueeze(-1)
-        model.forget(old, old_Y, **held)
+        model.forget(X[-2:], Y[-2:], **{key: value[-2:] for key, value in arguments.items()})
         return state(model), moments(model, X)
 
     on_both(action)

@@ -17,6 +17,7 @@ from gpytorch.priors import GammaPrior, LogNormalPrior
 from seqgp.acquisition.uncertainty import link_of
 from seqgp.ax.observed import Observed
 from seqgp.kernel_scales import sharp
+from seqgp.models.construction import default_mean
 
 
 def prior_of(
@@ -47,7 +48,7 @@ def prior_of(
     scale = 2.0
     if isinstance(likelihood, PoissonLikelihood):  # its link is close to the identity
         scale = max(float(Y.var()) if n > 1 else 0.0, 0.25 * average**2, 0.25)
-    mean = ConstantMean()
+    mean = default_mean(likelihood, torch.Size())
     if jumps:
         scaled = sharp(kernel)
     else:

@@ -214,8 +214,11 @@ def _bernoulli(
 
 
 def _inverse_mills_ratio(x: Tensor) -> Tensor:
-    r""":math:`\phi(x) / \Phi(x)`, by the scaled complementary error function."""
-    return math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
+    r""":math:`\phi(x) / \Phi(x)`, by the scaled complementary error function.
+
+    Beyond 12 it is zero but for 1e-31, and the latter would overflow.
+    """
+    return math.sqrt(2 / math.pi) / torch.special.erfcx(x.clamp_max(12.0) * -math.sqrt(0.5))
 
 
 @rule_for(expectations, PoissonLikelihood)

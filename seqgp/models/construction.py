@@ -186,9 +186,7 @@ def assemble(
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
     if mean_module is None:
-        # Labels of one kind say that they are likely, not that they are certain.
-        prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
-        mean_module = ConstantMean(constant_prior=prior, batch_shape=module_shape)
+        mean_module = default_mean(likelihood, module_shape)
     return Parts(
         observations,
         likelihood,
@@ -203,6 +201,19 @@ def assemble(
         outcomes,
         is_default and outcomes is not None,
     )
+
+
+def default_mean(likelihood: Likelihood | None, batch_shape: torch.Size) -> ConstantMean:
+    """A constant; for labels with a prior.
+
+    Labels of one kind say that they are likely, not that they are certain.
+
+    Args:
+        likelihood: The likelihood, ``None`` for a Gaussian.
+        batch_shape: Of the mean.
+    """
+    prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
+    return ConstantMean(constant_prior=prior, batch_shape=batch_shape)
 
 
 def _no_observations(

@@ -33,7 +33,7 @@ CANDIDATES = (0.9, 0.6, 0.3, 0.1, 0.01)
 #: Evidence, in nats, at which a candidate is used.
 EVIDENCE = 6.0
 #: By how many standard errors a batch has to be less probable than what is remembered.
-SURPRISE = 1.5
+SURPRISE = 2.5
 #: The fewest observations by which that can be judged.
 FEWEST = 10
 #: How much of the evidence of earlier batches counts at the next one.

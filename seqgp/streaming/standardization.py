@@ -61,6 +61,11 @@ def restandardize(model: StreamModel) -> None:
     moments = Moments(*model.stream.moments)
     old_mean, old_scale = _statistics(model)
     scale = (moments.square / (moments.number - 1).clamp_min(1)).sqrt()
+    if not bool((moments.mean.isfinite() & scale.isfinite()).all()):
+        raise FloatingPointError(
+            f"Y: the mean or the standard deviation of all observations overflows in {scale.dtype}."
+            " Nothing has been changed; scale the observations."
+        )
     usable = (moments.number > 1) & (scale > 1e-8)  # as Standardize has it
     scale, mean = torch.where(usable, scale, old_scale), torch.where(usable, moments.mean, old_mean)
     a, b = old_scale / scale, (old_mean - mean) / scale

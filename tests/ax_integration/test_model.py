@@ -152,7 +152,7 @@ def test_more_data_than_inducing_points() -> None:
     model = AxSequentialGP(X[:70], Y[:70], max_inducing=30)
     model.learn()
     model = AxSequentialGP(X, Y, max_inducing=30, previous=model)
-    assert model.variational_strategy.inducing_points.shape[-2] == 30
+    assert model.variational_strategy.inducing_points.shape[-2] <= 30
     error = model.posterior(X).mean - Y
     assert error.square().mean().sqrt() < 0.2
 

@@ -53,7 +53,8 @@ class Setting:
         model = self.model.train()
         mll = DualELBO(model.likelihood, model)
         mll(model(*model.train_inputs), model.train_targets).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        gradients = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+        return torch.cat(gradients)
 
     def fit(self, **kwargs: int) -> Tensor:
         options = {"options": {"maxiter": 1}}

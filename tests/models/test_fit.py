@@ -390,7 +390,7 @@ def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
     """Data without noise: on its way to zero the scale meets the end of its support."""
     X = make_inputs(30, 2)
     Y = torch.sin(5 * X).sum(-1, keepdim=True)
-    model = SequentialGP(X, Y, likelihood=likelihood())
+    model = SequentialGP(X, Y, likelihood=likelihood(), outcome_transform=None)
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
     assert model.likelihood.noise < 1e-3
     assert (model.posterior(X).mean - Y).abs().max() < 0.01

@@ -35,7 +35,7 @@ EVIDENCE = 6.0
 #: By how many standard errors a batch has to be less probable than what is remembered.
 SURPRISE = 2.5
 #: The fewest observations by which that can be judged.
-FEWEST = 10
+FEWEST = 30
 #: How much of the evidence of earlier batches counts at the next one.
 KEEP = 0.8
 

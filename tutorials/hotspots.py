@@ -267,8 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     memory = model.memory
     print(
-        f"The memory holds {len(memory.inputs)} of {len(states[-1].surveyed)} surveys, mostly "
-        "those with high leverage. The summary holds the others."
+        f"The memory holds {len(memory.inputs)} of {len(states[-1].surveyed)} surveys, a "
+        "sample of all. The summary holds the others."
     )
     print("Figures: " + ", ".join(str(path) for path in paths))
 

@@ -1,8 +1,18 @@
 """How the documentation is built: ``make docs``."""
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import seqgp
+
+ROOT = Path(__file__).parent.parent
+# Tutorials import each other, and some of them start further processes.
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+from gallery import TUTORIALS  # noqa: E402
 
 project = "seqgp"
 author = "the seqgp developers"
@@ -15,6 +25,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build"]
 default_role = "py:obj"
@@ -33,10 +44,24 @@ napoleon_use_ivar = True
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]  # links to files that are in the repository only
 
 html_theme = "furo"
 html_title = f"seqgp {release}"
+
+
+sphinx_gallery_conf = {
+    "examples_dirs": ["../tutorials"],
+    "gallery_dirs": ["tutorials"],
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": "^(?!(.*/)?(" + "|".join(TUTORIALS) + r")\.py$)",
+    "within_subsection_order": "gallery.ByIndex",
+    "image_scrapers": ("gallery.figures_of_tutorial",),
+    "reset_argv": "gallery.short_run",
+    "remove_config_comments": True,
+    "write_computation_times": False,
+    "show_signature": False,
+    "abort_on_example_error": True,
+}
 
 
 def _skip(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:

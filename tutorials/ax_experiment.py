@@ -1,4 +1,7 @@
-"""An Ax experiment with failed trials and a metric that is a count.
+"""An Ax experiment with failed trials
+===================================
+
+A machine that jams, and a metric that is a count.
 
 Run ``python -m tutorials.ax_experiment``; ``--short`` has fewer trials. A machine moulds parts. The
 task is to choose its temperature and pressure such that few parts are defective: a trial makes a
@@ -33,7 +36,9 @@ TEMPERATURE, PRESSURE = (180.0, 260.0), (40.0, 120.0)
 WAYS = {"ours": "seqgp.ax", "default": "Ax's default"}
 
 
-# ---------------------------------------------------------------- the machine
+# %%
+# The machine
+# -----------
 
 
 def rate(temperature: Tensor, pressure: Tensor) -> Tensor:
@@ -61,7 +66,9 @@ def best_there_is() -> float:
     return float(rate(t, p)[works(t, p)].min())
 
 
-# ---------------------------------------------------------------- the experiments
+# %%
+# The experiments
+# ---------------
 
 
 class Run(NamedTuple):
@@ -116,7 +123,9 @@ def best_so_far(run: Run) -> Tensor:
     return torch.where(works(t, p), rate(t, p), torch.inf).cummin(0).values
 
 
-# ---------------------------------------------------------------- the figure
+# %%
+# The figure
+# ----------
 
 
 def _grid(n: int) -> tuple[Tensor, Tensor]:
@@ -195,6 +204,11 @@ def draw(runs: dict[str, Run]) -> Path:
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=100)
     return path
+
+
+# %%
+# Results
+# -------
 
 
 def main() -> None:

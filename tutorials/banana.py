@@ -1,4 +1,7 @@
-"""Labels that arrive from left to right: what the memory is for.
+"""What the memory is for
+======================
+
+Labels arrive from left to right, and each batch is used once.
 
 Run ``python -m tutorials.banana`` (``--short`` for fewer points). Two classes have the shape of
 interlocking bananas. Their points arrive from left to right in four batches, and each batch is used
@@ -28,6 +31,13 @@ from tutorials import common
 BATCHES = 4
 
 
+# %%
+# The data
+# --------
+#
+# Two interlocking classes.
+
+
 def bananas(n: int) -> tuple[Tensor, Tensor]:
     """Inputs ``n x 2`` and labels ``n x 1``, 0 or 1, in random order."""
     label = torch.arange(n) % 2
@@ -35,6 +45,14 @@ def bananas(n: int) -> tuple[Tensor, Tensor]:
     sign = 1.0 - 2.0 * label
     X = torch.stack([1.3 * (angle.cos() - 0.5 * sign), sign * (angle.sin() - 0.3)], -1)
     return X + 0.24 * torch.randn(n, 2), label.to(X).unsqueeze(-1)
+
+
+# %%
+# The models
+# ----------
+#
+# The same classifier learns in three ways: from the stream, from the last batch only, and by
+# refitting it to all data so far.
 
 
 def new_model(X: Tensor, Y: Tensor) -> seqgp.SequentialGP:
@@ -60,6 +78,13 @@ def fitted(X: Tensor, Y: Tensor) -> seqgp.SequentialGP:
 def accuracy(model: seqgp.SequentialGP, X: Tensor, Y: Tensor) -> float:
     """The share of correct labels."""
     return float(((model.posterior(X).mean > 0) == (Y > 0.5)).double().mean())
+
+
+# %%
+# Four batches
+# ------------
+#
+# The stream needs one call of ``update`` per batch.
 
 
 def main(arguments: list[str] | None = None) -> None:

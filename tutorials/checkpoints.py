@@ -1,4 +1,7 @@
-"""A stream whose process is killed, and which is resumed from a checkpoint.
+"""A stream that is killed and resumed
+===================================
+
+A process is killed, and another one resumes its stream from a checkpoint.
 
 Run ``python -m tutorials.checkpoints`` (``--short`` for fewer batches). Calls arrive at a call
 centre, and a model learns their rate through the day. It is saved after every batch. The process is
@@ -29,6 +32,13 @@ from tutorials import common
 SIZE = 60
 
 
+# %%
+# The stream
+# ----------
+#
+# Calls per minute, in batches of an hour or two.
+
+
 def rate(hour: Tensor) -> Tensor:
     """Calls per minute through the day."""
     morning, evening = (torch.exp(-0.5 * ((hour - at) / 1.6) ** 2) for at in (10, 17))
@@ -40,6 +50,14 @@ def batch(k: int, batches: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(k)
     hour = 24 * (k + torch.rand(SIZE, 1, generator=generator).sort(0).values) / batches
     return hour, torch.poisson(rate(hour), generator=generator)
+
+
+# %%
+# A process that can be killed
+# ----------------------------
+#
+# It saves the model after each batch. When it starts, it looks for a checkpoint and resumes from
+# there.
 
 
 def stream(path: Path, batches: int) -> seqgp.SequentialGP:
@@ -88,6 +106,11 @@ def same(a: seqgp.SequentialGP, b: seqgp.SequentialGP, at: Tensor) -> bool:
     memory = all(torch.equal(x, y) for x, y in zip(a.memory, b.memory, strict=True))
     says = torch.equal(a.posterior(at).mean, b.posterior(at).mean)
     return state and memory and says
+
+
+# %%
+# Killed, resumed, compared
+# -------------------------
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Digits, two at a time: learning new classes without forgetting old ones.
+"""New classes without forgetting old ones
+=======================================
+
+Digits arrive two at a time, and each image is used once.
 
 Run ``python -m tutorials.digits`` (``--short`` for fewer images). The digits of scikit-learn arrive
 in five tasks, 0 and 1, then 2 and 3, and so on; each image is used once. Three models learn them:
@@ -41,6 +44,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+# %%
+# The data
+# --------
+
+
 class Digits(NamedTuple):
     """Images ``n x 64`` between 0 and 1, and their labels."""
 
@@ -60,6 +68,13 @@ def load(number: int) -> tuple[Digits, Digits]:
     X, y = X[order] / 16, y[order]
     split = len(X) // 5
     return Digits(X[split:][:number], y[split:][:number]), Digits(X[:split], y[:split])
+
+
+# %%
+# The models
+# ----------
+#
+# One latent function per class, with a shared kernel.
 
 
 def new_model(first: Tensor, m: int) -> SequentialGP:
@@ -106,6 +121,11 @@ def learn(
         seen = test.y < 2 * (task + 1)
         matrices.append(confusion(model, Digits(test.X[seen], test.y[seen])))
     return model, matrices
+
+
+# %%
+# Five tasks
+# ----------
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Optimising a function whose evaluations can fail, by learning where they fail.
+"""Optimising a function whose evaluations fail
+============================================
+
+Evaluations fail in an unknown region. The optimiser learns where.
 
 Run ``python -m tutorials.failures`` (``--short`` for fewer batches). All evaluations of a function
 of two inputs fail in a certain region, and return no value there. The maximum of the function is
@@ -28,6 +31,13 @@ WAYS = {
     "penalised": "failures get the worst value",
     "left out": "failures are ignored",
 }
+
+
+# %%
+# The function
+# ------------
+#
+# It returns no value in a region that the optimiser does not know.
 
 
 class Plan(NamedTuple):
@@ -67,6 +77,13 @@ def best_there_is() -> float:
     return float(value(grid)[works(grid)].max())
 
 
+# %%
+# Three strategies
+# ----------------
+#
+# They only differ in what the optimiser is told about failed evaluations.
+
+
 def optimise(way: str, seed: int, plan: Plan) -> tuple[BatchOptimizer, Tensor]:
     """Run an optimisation; return the optimiser and all points in the order of evaluation."""
     optimizer = BatchOptimizer(
@@ -92,6 +109,13 @@ def regret(asked: Tensor, best: float) -> Tensor:
     """The regret of the best valid value so far, after each evaluation."""
     Y, valid = evaluate(asked)
     return best - torch.where(valid, Y, -torch.inf).cummax(0).values
+
+
+# %%
+# Results
+# -------
+#
+# The regret of each strategy, averaged over several seeds.
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Which village to survey next? Finding hotspots of a disease with few surveys.
+"""Which village to survey next?
+=============================
+
+Finding hotspots of a disease with few surveys.
 
 Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``, ``--tiny`` is shorter still. No
 knowledge of Gaussian processes is needed.
@@ -65,8 +68,9 @@ class State(NamedTuple):
     hotspot: Tensor  # probability that prevalence is above the threshold
 
 
-# ------------------------------------------------------------------------------------------------
+# %%
 # 1. The country
+# --------------
 
 
 def open_country(plan: Plan, made: bool) -> Country:
@@ -81,8 +85,9 @@ def open_country(plan: Plan, made: bool) -> Country:
     return make_country(plan.villages)
 
 
-# ------------------------------------------------------------------------------------------------
+# %%
 # 2. The model
+# ------------
 
 
 def first_model(X: Tensor, counts: Tensor) -> SequentialGP:
@@ -125,8 +130,9 @@ def look(model: SequentialGP, X: Tensor, surveyed: Tensor) -> State:
     return State(surveyed, estimate, variance.sqrt(), hotspot)
 
 
-# ------------------------------------------------------------------------------------------------
+# %%
 # 3. Which village to survey next
+# -------------------------------
 
 
 def next_village(
@@ -144,8 +150,9 @@ def next_village(
     )
 
 
-# ------------------------------------------------------------------------------------------------
+# %%
 # 4. The loop: choose, survey, learn, repeat
+# ------------------------------------------
 
 
 def learn(
@@ -185,8 +192,9 @@ def learn(
     return states, model, (time.perf_counter() - start) / plan.steps
 
 
-# ------------------------------------------------------------------------------------------------
+# %%
 # 5. How well it went
+# -------------------
 
 
 def scores(country: Country, states: list[State]) -> dict[str, list[float]]:

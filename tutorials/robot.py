@@ -1,4 +1,7 @@
-"""A map that grows: a robot measures a magnetic field while it drives through unknown rooms.
+"""A map that grows
+================
+
+A robot measures a magnetic field while it drives through unknown rooms.
 
 Run ``python -m tutorials.robot`` (``--short`` for a shorter drive). Steel in walls and floors
 disturbs the magnetic field of the earth, and a robot can use a map of the field to find its
@@ -31,6 +34,14 @@ NOISE = 0.1  # of the magnetometer, in these units
 ROOMS = 3  # one after the other, from left to right, each 4 m x 4 m
 
 
+# %%
+# The building
+# ------------
+#
+# Steel is placed at random in three rooms. The robot drives in lanes through one room after the
+# other.
+
+
 class Drive(NamedTuple):
     """The measurements of the robot, in order."""
 
@@ -59,6 +70,13 @@ def drive(measurements: int) -> Drive:
     return Drive(X, field(X) + NOISE * torch.randn(measurements, 1))
 
 
+# %%
+# The model
+# ---------
+#
+# It is built from the first stretch. Nothing about the rest of the building is known yet.
+
+
 def first_model(first: Drive) -> seqgp.SequentialGP:
     """A model of the first stretch. The size of the building need not be known."""
     return seqgp.SequentialGP(
@@ -72,6 +90,13 @@ def error(model: seqgp.SequentialGP, room: int) -> float:
     a, b = 4.0 * room + torch.linspace(0.3, 3.7, 25), torch.linspace(0.3, 3.7, 25)
     grid = torch.cartesian_prod(a, b)
     return UNIT * float((model.posterior(grid).mean - field(grid)).square().mean().sqrt())
+
+
+# %%
+# The drive
+# ---------
+#
+# Each stretch is learnt once, by ``update``, and most of its data are discarded.
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Learning from a stream: labels in the plane and counts in time, one batch after another.
+"""A GPyTorch model that learns from a stream
+==========================================
+
+Labels in the plane and counts in time, one batch after another.
 
 Run ``python -m tutorials.stream`` (``--short`` for fewer data). Both streams arrive from left to
 right, which is the hardest order for a model that uses each batch only once. After each batch it is
@@ -22,6 +25,12 @@ from seqgp.progress import progress_bar
 from tutorials import common
 from tutorials.plotting import StreamFigure
 
+# %%
+# The model
+# ---------
+#
+# Only the variational strategy differs from any other GPyTorch model.
+
 
 class GP(gpytorch.models.ApproximateGP):
     """An ordinary GPyTorch model, with another variational strategy."""
@@ -35,6 +44,13 @@ class GP(gpytorch.models.ApproximateGP):
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         """The prior."""
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+# %%
+# Two streams
+# -----------
+#
+# Labels in the plane and counts in time. Both arrive from left to right.
 
 
 class Stream(NamedTuple):
@@ -92,6 +108,14 @@ def counts(batches: int, size: int) -> Stream:
     return Stream("counts", x, y, *test, PoissonLikelihood(), Z, batches, mean=4.0)
 
 
+# %%
+# Learning
+# --------
+#
+# ``converge(..., add=True)`` adds a batch to what has been learnt. For comparison, a second model
+# is fitted to all data so far.
+
+
 def learn(data: Stream) -> Iterator[Comparison]:
     """Learn from a stream, batch by batch."""
     print(f"\n{data.name}\nbatch   seen  steps  ms update  ms refit  NLPD stream  NLPD refit")
@@ -123,6 +147,13 @@ def learn(data: Stream) -> Iterator[Comparison]:
 def nlpd_of(model: GP, data: Stream) -> float:
     """Negative log predictive density of the test data, per point: lower is better."""
     return -float(data.likelihood.log_marginal(data.test_y, model(data.test_x)).mean())
+
+
+# %%
+# Results
+# -------
+#
+# Two tables, and one figure.
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote
 
 import pytest
 from sphinx.util.inventory import InventoryFile
 
 import seqgp
 import seqgp.ax
+from docs.gallery import TUTORIALS
 from seqgp import (
     acquisition,
     batch_optimizer,
@@ -59,10 +63,11 @@ def test_public_names_have_an_example_that_runs(module: ModuleType, name: str) -
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as ``make docs`` builds it."""
+    """The site, as ``make docs`` builds it, but for the figures of tutorials: they are not run."""
     site = tmp_path_factory.mktemp("site")
+    options = ["-W", "--keep-going", "-q", "-b", "html", "-D", "plot_gallery=0"]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", site],
+        [sys.executable, "-m", "sphinx", *options, "docs", site],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -92,8 +97,51 @@ def test_everything_is_in_the_site(built: Path) -> None:
 
 @pytest.mark.slow
 def test_pages_are_not_empty(built: Path) -> None:
-    for page in ("index", "tutorials", "method", "benchmarks", "api/model", "api/dual"):
+    for page in (
+        "index",
+        "tutorials/index",
+        "tutorials/robot",
+        "method",
+        "benchmarks",
+        "api/model",
+        "api/dual",
+    ):
         assert len((built / f"{page}.html").read_text()) > 10_000
+
+
+@pytest.mark.slow
+def test_links_of_the_site_lead_somewhere(built: Path) -> None:
+    pages = {path: path.read_text() for path in built.rglob("*.html")}
+    targets = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    number = 0
+    for page, text in pages.items():
+        for link in re.findall(r'\b(?:href|src)="([^"]+)"', text):
+            if link.startswith(("http:", "https:", "mailto:", "data:", "javascript:")):
+                continue
+            file, _, fragment = unescape(link).partition("#")
+            target = (page.parent / file.partition("?")[0]).resolve() if file else page
+            assert target.exists(), (page.name, link)
+            # Sources link back to where Sphinx thinks that a name is documented.
+            if fragment and target in targets and "_modules" not in page.parts:
+                assert unquote(fragment) in targets[target], (page.name, link)
+            number += 1
+    assert number > 1000
+
+
+@pytest.mark.slow
+def test_tutorials_can_be_downloaded_as_notebooks(built: Path) -> None:
+    for name in TUTORIALS:
+        page = (built / "tutorials" / f"{name}.html").read_text()
+        assert f"{name}.ipynb" in page
+        (notebook,) = built.glob(f"_downloads/*/{name}.ipynb")
+        cells = json.loads(notebook.read_text())["cells"]
+        assert {cell["cell_type"] for cell in cells} == {"markdown", "code"}
+        assert len(cells) >= 4  # text, code, text, code
+
+
+def test_every_tutorial_is_in_the_gallery() -> None:
+    scripts = [p.stem for p in (ROOT / "tutorials").glob("*.py") if "def main(" in p.read_text()]
+    assert sorted(scripts) == sorted(TUTORIALS)
 
 
 def test_promises_name_tests_that_exist() -> None:

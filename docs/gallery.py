@@ -1,0 +1,51 @@
+"""How tutorials become pages of the site."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sphinx_gallery.scrapers import figure_rst
+
+#: Tutorials in the order of the gallery.
+TUTORIALS = (
+    *("robot", "banana", "stream", "digits", "checkpoints"),
+    *("hotspots", "failures", "ax_experiment"),
+)
+
+
+class ByIndex:
+    """Sorts tutorials as they are listed above.
+
+    Args:
+        directory: That of the tutorials.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def __call__(self, filename: str) -> int:
+        """The place of a tutorial; modules that tutorials share come last, and are left out."""
+        name = Path(filename).stem
+        return TUTORIALS.index(name) if name in TUTORIALS else len(TUTORIALS)
+
+
+def figures_of_tutorial(block: Any, variables: Any, configuration: Any) -> str:
+    """Move the figures that a block of a tutorial has saved to the page of that tutorial.
+
+    Args:
+        block: The block.
+        variables: Those of Sphinx-Gallery.
+        configuration: That of Sphinx-Gallery.
+    """
+    saved = sorted(Path("figures").glob("*.png"), key=lambda path: path.stat().st_mtime)
+    targets = [next(variables["image_path_iterator"]) for _ in saved]
+    for source, target in zip(saved, targets, strict=True):
+        shutil.move(source, target)
+    return figure_rst(targets, configuration["src_dir"])
+
+
+def short_run(configuration: Any, script: Any) -> list[str]:
+    """Options of a tutorial while the site is built."""
+    return ["--short", "--quiet"]

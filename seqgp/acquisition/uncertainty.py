@@ -167,7 +167,7 @@ def _poisson(likelihood: PoissonLikelihood) -> Link:
 @link_of.register(BetaLikelihood)
 def _beta(likelihood: BetaLikelihood) -> Link:
     """GPyTorch adds one to both parameters, so that the mean is neither zero nor one."""
-    scale = float(likelihood.scale)
+    scale = float(likelihood.scale.detach())
     return stretched_link("logit", 1 / (scale + 2), (scale + 1) / (scale + 2))
 
 

@@ -8,7 +8,8 @@ the weighted average,
     \sum_a w_a \left( u(m_a, v_a) - E_{y | x} \, u(m'_a, v'_a) \right).
 
 The criterion ``"volume"`` scores the expected absolute change of the volume of a level set instead
-(EAVC, Letham et al., 2022), :math:`E_{y | x} |V_y - V|` with :math:`V = \sum_a w_a P(\theta_a > t)`.
+(EAVC, Letham et al., 2022), :math:`E_{y | x} |V_y - V|`, where
+:math:`V = \sum_a w_a P(\theta_a > t)`.
 The reduction of ``"threshold-entropy"`` is the mutual information between the outcome and the level
 set, summed over locations ("global"). Without locations it is the mutual information with the level
 set at the candidate itself ("local").
@@ -301,13 +302,12 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         nugget = nugget_of(self.model.likelihood)
         flat = X.reshape(-1, X.shape[-1])
         at = marginals(self.model, flat, flat[:0] if self.locations is None else self.locations)
-        ahead = look_ahead(
-            self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
-        )
+        ahead = look_ahead(self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments)
         if self.locations is None:
             gain = _gain_at_candidates(self.uncertainties[0], at, ahead, nugget)
             yield gain.new_ones(()), gain.reshape(X.shape[:-2])
             return
+        assert self.weights is not None
         c = _with_own(at.cross(slice(None)), flat, self.locations, nugget).unsqueeze(-3)
         start = (at.location_variance + nugget).unsqueeze(-2).unsqueeze(-2)
         mean = at.location_mean.unsqueeze(-2).unsqueeze(-2) + ahead.gain.unsqueeze(-1) * c
@@ -326,6 +326,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         if self.locations is None:
             here, later, weights = X, X, X.new_full(X.shape[-2:-1], 1 / X.shape[-2])
         else:
+            assert self.weights is not None
             here, weights = self.locations, self.weights
             later = here.reshape(*[1] * (X.dim() - 2), *here.shape)
         moments = []

@@ -181,7 +181,9 @@ def test_what_an_observation_brings() -> None:
     after, p = torch.tensor([[0.1, 0.4], [0.2, 0.2]]), torch.tensor([[1.0, 3.0], [2.0, 2.0]])
     entropies, volume = (Uncertainty(c, LINKS["logit"], 0.5) for c in CRITERIA[:3:2])
     now = torch.tensor([0.5, 0.3])
-    assert_close(entropies.expected_gain(now, after, p, -1), now - torch.tensor([0.325, 0.2]), 1e-12)
+    assert_close(
+        entropies.expected_gain(now, after, p, -1), now - torch.tensor([0.325, 0.2]), 1e-12
+    )
     expected = torch.tensor([0.25 * 0.225 + 0.75 * 0.075, 0.0])
     assert_close(volume.expected_gain(now, after, p, -1), expected, 1e-12)
     assert_close(volume.expected_gain(now, after.T, None, 0), torch.tensor([0.15, 0.0]), 1e-12)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from seqgp.likelihoods import (
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
+    from seqgp.merging import merge as merge
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
@@ -48,6 +49,7 @@ __all__ = [
     "SequentialGP",
     "__version__",
     "load",
+    "merge",
     "plots",
     "save",
 ]
@@ -62,6 +64,7 @@ _OBJECTS = {
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",
+    "merge": "seqgp.merging",
     "save": "seqgp.checkpoint",
 }
 

@@ -27,7 +27,11 @@ from seqgp.acquisition.uncertainty import nugget_of
 from seqgp.dual.conditioning import condition
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import Evaluate
-from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.discrete import (
+    BinomialLikelihood,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 from seqgp.likelihoods.expectations import expectations
 from seqgp.likelihoods.predictive import log_predictive
 from seqgp.likelihoods.traits import is_conjugate, observation_noise, precision_floor
@@ -200,9 +204,11 @@ def outcomes(
 
 
 def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
-    """The largest possible count, or ``None`` if there is none."""
+    """The largest possible count or category, or ``None`` if there is none."""
     if isinstance(likelihood, BernoulliLikelihood):
         return 1
+    if isinstance(likelihood, OrdinalLikelihood):
+        return likelihood.num_classes - 1
     if isinstance(likelihood, BinomialLikelihood):
         totals = arguments.get("total_count", likelihood.total_count)
         if totals is not None:

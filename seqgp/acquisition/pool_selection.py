@@ -46,6 +46,7 @@ def select_from_pool(
     num_batch_fantasies: int = 8,
     seed: int = 0,
     progress: bool = False,
+    local: bool = False,
     **arguments: Any,
 ) -> Selection:
     """Choose the points of a pool whose outcomes are expected to reduce uncertainty the most.
@@ -59,6 +60,7 @@ def select_from_pool(
         q: The number of points to choose.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
             several is the sum of relative reductions, each divided by the present uncertainty.
+            The score of ``"volume"`` is the expected absolute change of the volume.
         threshold: The threshold of the prevalence (rate, level), for criteria that have one.
         surveyed: ``n`` booleans, or indices, of points that have been observed. They are not
             chosen, and their uncertainty is ignored.
@@ -71,6 +73,7 @@ def select_from_pool(
         num_batch_fantasies: The number of joint outcomes sampled at points already chosen.
         seed: Seed of the samples.
         progress: Whether to show a progress bar (only on a terminal).
+        local: Whether only the uncertainty at the point itself counts.
         arguments: Arguments of the likelihood (``total_count=``), each a number or of shape ``n``.
 
     Returns:
@@ -88,7 +91,7 @@ def select_from_pool(
         (True, 2)
     """
     check_likelihood_arguments(model, arguments, select_from_pool)
-    _, pool = checked_criteria(model, pool, criterion, threshold, "pool")
+    checked_criteria(model, pool, criterion, threshold, "pool")
     n = len(pool)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (n,):
@@ -108,7 +111,7 @@ def select_from_pool(
         costs = torch.as_tensor(costs, device=pool.device)
         if costs.shape != (n,) or not bool((costs > 0).all()):
             raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
-    weights = checked_weights(weights, pool)
+    weights = checked_weights(weights, None if local else pool)
     chosen: list[int] = []
     rows = []
     while True:
@@ -123,10 +126,10 @@ def select_from_pool(
         scores[candidates] = expected_reduction(
             conditioned,
             pool[candidates],
-            pool[kept],
+            None if local else pool[kept],
             criterion,
             threshold,
-            weights[kept],
+            None if weights is None else weights[kept],
             num_fantasies,
             seed,
             progress,

@@ -7,6 +7,9 @@ functions of :math:`(m, v)` only, so there is no need to sample jointly at sever
 * ``"threshold-entropy"``: the entropy of "is :math:`\theta > t`?",
   :math:`H(p)` with :math:`p = \Phi(z)`, :math:`z = (m - F^{-1}(t)) / \sqrt v`;
 * ``"misclassification"``: the probability :math:`\min(p, 1 - p)` of the wrong answer;
+* ``"volume"``: the probability :math:`p` itself, whose average is the expected volume of the level
+  set :math:`\{\theta > t\}`. It is no uncertainty. What counts is how much an observation is
+  expected to change it, in either direction;
 * ``"variance"``: :math:`\operatorname{Var} F(h)`;
 * ``"entropy"``: :math:`H(E[F(h)])`, the entropy of the result of one more test there.
 """
@@ -23,20 +26,30 @@ import torch
 from botorch.exceptions.errors import UnsupportedError
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
+    BetaLikelihood,
     FixedNoiseGaussianLikelihood,
     GaussianLikelihood,
+    LaplaceLikelihood,
     Likelihood,
     PoissonLikelihood,
+    StudentTLikelihood,
 )
 from scipy import special  # a dependency of BoTorch
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
-from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp.likelihoods.discrete import (
+    BinomialLikelihood,
+    OrdinalLikelihood,
+    OverdispersedBinomialLikelihood,
+)
 from seqgp.likelihoods.quadrature import gauss_hermite
 
 #: The measures by name.
-CRITERIA = ("threshold-entropy", "misclassification", "variance", "entropy")
+CRITERIA = ("threshold-entropy", "misclassification", "volume", "variance", "entropy")
+
+#: Those about the question whether the quantity of interest exceeds a threshold.
+THRESHOLD_CRITERIA = CRITERIA[:3]
 
 #: Quadrature nodes for the moments of the quantity of interest.
 NUM_NODES = 64
@@ -55,6 +68,8 @@ class Link(NamedTuple):
         inverse: Its inverse.
         probability: Whether its values are probabilities.
         scale: The derivative of a linear link, ``None`` for others.
+        base: The name of the link in `LINKS` that this one is a linear function of.
+        slope: The slope of that function.
     """
 
     name: str
@@ -62,6 +77,8 @@ class Link(NamedTuple):
     inverse: Callable[[Tensor], Tensor]
     probability: bool = False
     scale: float | None = None
+    base: str | None = None
+    slope: float = 1.0
 
 
 LINKS = {
@@ -86,6 +103,34 @@ def linear_link(offset: float, scale: float) -> Link:
         lambda f: offset + scale * f,
         lambda t: (t - offset) / scale,
         scale=scale,
+    )
+
+
+def stretched_link(base: str, low: float, high: float) -> Link:
+    """A link whose values are between two others than zero and one.
+
+    For example, the probability of a correct response is between a guess rate and one minus a lapse
+    rate.
+
+    Args:
+        base: The name of a link in `LINKS`.
+        low: The value that stands for zero.
+        high: The value that stands for one.
+
+    Example:
+        >>> import torch
+        >>> stretched_link("probit", 0.5, 1.0).inverse(torch.tensor(0.75))
+        tensor(0.)
+    """
+    link, slope = LINKS[base], high - low
+    return Link(
+        f"{base} from {low!r} to {high!r}",
+        lambda f: low + slope * link.forward(f),
+        lambda t: link.inverse((t - low) / slope),
+        link.probability,
+        None,
+        base,
+        slope,
     )
 
 
@@ -119,10 +164,57 @@ def _poisson(likelihood: PoissonLikelihood) -> Link:
     return LINKS["softplus"]
 
 
+@link_of.register(BetaLikelihood)
+def _beta(likelihood: BetaLikelihood) -> Link:
+    """GPyTorch adds one to both parameters, so that the mean is neither zero nor one."""
+    scale = float(likelihood.scale.detach())
+    return stretched_link("logit", 1 / (scale + 2), (scale + 1) / (scale + 2))
+
+
 @link_of.register(GaussianLikelihood)
 @link_of.register(FixedNoiseGaussianLikelihood)
-def _gaussian(likelihood: Likelihood) -> Link:
+@link_of.register(LaplaceLikelihood)
+@link_of.register(StudentTLikelihood)
+def _location(likelihood: Likelihood) -> Link:
     return LINKS["identity"]
+
+
+@link_of.register(OrdinalLikelihood)
+def _ordinal(likelihood: OrdinalLikelihood) -> Link:
+    """The expected category, the sum over ``k`` of ``P(y >= k)``."""
+    cutpoints, scale = likelihood.cutpoints.detach(), likelihood.scale.detach()
+    cdf = LINKS[likelihood.link].forward
+
+    def forward(f: Tensor) -> Tensor:
+        return cdf((f.unsqueeze(-1) - cutpoints.to(f)) / scale.to(f)).sum(-1)
+
+    span = 40 * float(scale.max())
+    ends = float(cutpoints.min()) - span, float(cutpoints.max()) + span
+    return Link(
+        f"ordinal({likelihood.link}, {cutpoints.tolist()!r}, {scale.tolist()!r})",
+        forward,
+        lambda t: inverse_by_bisection(forward, t, *ends),
+    )
+
+
+def inverse_by_bisection(
+    function: Callable[[Tensor], Tensor], values: Tensor, low: float, high: float
+) -> Tensor:
+    """Where an increasing function takes values, infinite or NaN if it does not.
+
+    Args:
+        function: The function.
+        values: ``...`` values.
+        low: Where to begin.
+        high: Where to end.
+    """
+    low_, high_ = torch.full_like(values, low), torch.full_like(values, high)
+    possible = (function(low_) < values) & (values < function(high_))
+    for _ in range(100):
+        middle = (low_ + high_) / 2
+        below = function(middle) < values
+        low_, high_ = torch.where(below, middle, low_), torch.where(below, high_, middle)
+    return torch.where(possible, (low_ + high_) / 2, torch.nan)
 
 
 def nugget_of(likelihood: Likelihood) -> Tensor | float:
@@ -136,7 +228,7 @@ class Uncertainty:
     Args:
         criterion: Its name.
         link: The link.
-        threshold: The threshold of ``theta``, for the first two criteria.
+        threshold: The threshold of ``theta``, for `THRESHOLD_CRITERIA`.
 
     Example:
         >>> import torch
@@ -149,7 +241,7 @@ class Uncertainty:
         if criterion not in CRITERIA:
             names = ", ".join(map(repr, CRITERIA))
             raise ValueError(f"criterion: expected one of {names}, got {criterion!r}.")
-        self.needs_threshold = criterion in CRITERIA[:2]
+        self.needs_threshold = criterion in THRESHOLD_CRITERIA
         if self.needs_threshold and threshold is None:
             raise ValueError(f"threshold: required for {criterion!r}, got None.")
         if criterion == "entropy" and not link.probability:
@@ -183,10 +275,37 @@ class Uncertainty:
         first, second = _moments(self.link, mean, variance)
         return _of_moments(self.criterion, first, second)
 
+    def expected_gain(
+        self, now: Tensor, after: Tensor, probability: Tensor | None, dim: int
+    ) -> Tensor:
+        r"""What an observation is expected to bring: less uncertainty, or a change of the volume.
+
+        The change of a volume is :math:`E_y |V_y - E_y V_y|`. By the law of total expectation,
+        :math:`E_y V_y` is the volume now. With Gaussians for the posteriors this only holds
+        approximately, and without the difference an observation that tells nothing scores zero.
+
+        Args:
+            now: ``...``, the (average) value now.
+            after: Values after each outcome, along dimension ``dim``.
+            probability: Probabilities of the outcomes up to a factor. By default all are the same.
+            dim: The dimension of the outcomes.
+
+        Returns:
+            ``...``, without that dimension.
+        """
+        if probability is None:
+            probability = torch.ones_like(after)
+        share = probability / probability.sum(dim, keepdim=True)
+        expected = (share * after).sum(dim, keepdim=True)
+        if self.criterion == "volume":
+            return (share * (after - expected).abs()).sum(dim)
+        return now - expected.squeeze(dim)
+
     def fast(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Evaluate the criterion approximately, which is fast, without gradients.
 
-        Criteria with a threshold use a polynomial, with an error of at most 1e-7. The others use
+        The entropy of a threshold uses a polynomial, with an error of at most 1e-7. Criteria
+        without a threshold use
         linear interpolation in a table, with an error of at most 4e-5 (entropy with a probit link:
         2e-4), if ``|m| <= 16`` and ``v <= 64``. Outside of that range, or if the link is not
         bounded, the result is that of `__call__`.
@@ -197,7 +316,7 @@ class Uncertainty:
         """
         if self.needs_threshold:
             z = (mean - self.latent_threshold) * variance.rsqrt()
-            if self.criterion == "misclassification":
+            if self.criterion != "threshold-entropy":
                 return _of_z(self.criterion, z)
             z = z.abs_().clamp_(max=_MAX_Z)
             *lower, last = torch.tensor(_ENTROPY, dtype=z.dtype, device=z.device)
@@ -205,7 +324,10 @@ class Uncertainty:
             while lower:  # Horner's rule
                 torch.addcmul(lower.pop(), result, z, out=result)
             return result.mul_(z.square_().mul_(-0.5).exp_())
-        if not self.link.probability:
+        if self.link.base is not None and self.criterion == "variance":
+            base = Uncertainty("variance", LINKS[self.link.base])
+            return self.link.slope**2 * base.fast(mean, variance)
+        if not self.link.probability or self.link.base is not None:
             return self(mean, variance)
         table = _table(self.criterion, self.link.name, mean.dtype, mean.device)
         # Bilinear interpolation of an image: coordinates are in [-1, 1], columns first.
@@ -232,6 +354,8 @@ def _of_z(criterion: str, z: Tensor) -> Tensor:
     """The criteria with a threshold, at ``z``."""
     if criterion == "misclassification":
         return torch.special.ndtr(-z.abs())
+    if criterion == "volume":
+        return torch.special.ndtr(z)
     log_p, log_q = torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
     return -(log_p.exp() * log_p + log_q.exp() * log_q)
 

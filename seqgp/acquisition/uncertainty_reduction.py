@@ -7,6 +7,13 @@ the weighted average,
 .. math::
     \sum_a w_a \left( u(m_a, v_a) - E_{y | x} \, u(m'_a, v'_a) \right).
 
+The criterion ``"volume"`` scores the expected absolute change of the volume of a level set instead
+(EAVC, Letham et al., 2022), :math:`E_{y | x} |V_y - V|`, where
+:math:`V = \sum_a w_a P(\theta_a > t)`.
+The reduction of ``"threshold-entropy"`` is the mutual information between the outcome and the level
+set, summed over locations ("global"). Without locations it is the mutual information with the level
+set at the candidate itself ("local").
+
 The effect of an outcome is elementwise arithmetic (`seqgp.acquisition.look_ahead`), so there is no
 need to sample jointly at the locations: candidates x fantasies x locations numbers are computed in
 chunks. The nugget of an `OverdispersedBinomialLikelihood` belongs to a location: it is part of the
@@ -44,7 +51,7 @@ COVARIANCE_ELEMENTS = 2**20
 def expected_reduction(
     model: SequentialGP,
     X: Tensor,
-    locations: Tensor,
+    locations: Tensor | None,
     criterion: str | Sequence[str] = "threshold-entropy",
     threshold: float | None = None,
     weights: Tensor | None = None,
@@ -63,9 +70,10 @@ def expected_reduction(
             average over its batch.
         X: ``n x d`` candidates.
         locations: ``s x d`` locations whose uncertainty is to be reduced. They may include the
-            candidates.
+            candidates. With ``None``, each candidate is its own only location.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
             several is the sum of relative reductions, each divided by the present uncertainty.
+            The score of ``"volume"`` is the expected absolute change of the volume.
         threshold: The threshold of the prevalence (rate, level), for criteria that have one.
         weights: ``s`` weights of the locations (populations, for example). By default ``1/s``.
         num_fantasies: The number of outcomes sampled for each candidate. If no more outcomes are
@@ -89,16 +97,19 @@ def expected_reduction(
         torch.Size([100])
     """
     check_likelihood_arguments(model, arguments, expected_reduction)
-    uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
-    check_inputs(X, locations.shape[-1], "X")
+    uncertainties = checked_criteria(model, locations, criterion, threshold)
+    check_inputs(X, model.num_inputs, "X")
     weights = checked_weights(weights, locations)
     if len(X) == 0:
         return X.new_empty(0)
     model.eval()
     with torch.no_grad():
-        at = marginals(model, X, locations)
+        at = marginals(model, X, X[:0] if locations is None else locations)
         ahead = look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
         nugget = nugget_of(model.likelihood)
+        if locations is None:
+            return _gain_at_candidates(uncertainties[0], at, ahead, nugget).to(X)
+        assert weights is not None
         return score_candidates(uncertainties, at, ahead, X, locations, weights, nugget, progress)
 
 
@@ -143,23 +154,24 @@ def score_candidates(
                 part = slice(start, min(start + size, chunk.stop))
                 c_part = c[..., part.start - first : part.stop - first, :]
                 here = ahead.at(part, single)
-                after = _average(uncertainties, m, v, c_part, here, w)
-                scores[part] = ((now.unsqueeze(-1) - after) * unit.unsqueeze(-1)).sum(0).to(scores)
+                gains = _expected_gains(uncertainties, now, m, v, c_part, here, w)
+                scores[part] = (gains * unit.unsqueeze(-1)).sum(0).to(scores)
                 bar.update(part.stop - part.start)
     return scores
 
 
-def _average(
+def _expected_gains(
     uncertainties: Sequence[Uncertainty],
+    now: Tensor,
     m: Tensor,
     v: Tensor,
     c: Tensor,
     ahead: LookAhead,
     weights: Tensor,
 ) -> Tensor:
-    """Expected uncertainties after observations at ``k`` candidates, ``criteria x k``.
+    """What observations at ``k`` candidates are expected to bring, ``criteria x k``.
 
-    They are computed for one member of the batch at a time, in blocks ``k x fantasies x s``.
+    It is computed for one member of the batch at a time, in blocks ``k x fantasies x s``.
     """
     batch = m.shape[:-1]
     gain, fall, probability = ahead
@@ -177,9 +189,26 @@ def _average(
         after = torch.addcmul(mean, g.mT.unsqueeze(-1), cross)
         left = torch.addcmul(variance, r.mT.unsqueeze(-1), cross.square(), value=-1)
         torch.maximum(left, tiny * variance, out=left)
-        for row, uncertainty in zip(total, uncertainties, strict=True):
-            row += (p.mT * (uncertainty.fast(after, left) @ weights)).sum(-1) / p.sum(0)
+        for row, uncertainty, present in zip(total, uncertainties, now, strict=True):
+            values = uncertainty.fast(after, left) @ weights  # k x fantasies
+            row += uncertainty.expected_gain(present, values, p.mT, dim=-1)
     return total / max(len(parts[0]), 1)
+
+
+def _gain_at_candidates(
+    uncertainty: Uncertainty, at: Marginals, ahead: LookAhead, nugget: Tensor | float
+) -> Tensor:
+    """What an observation is expected to bring at its own location, ``n``.
+
+    The covariance of a candidate with itself is its variance, with the nugget.
+    """
+    variance = (at.variance + nugget).unsqueeze(-2)
+    after = at.mean.unsqueeze(-2) + variance * ahead.gain
+    left = variance - variance.square() * ahead.fall
+    left = torch.maximum(left, torch.finfo(left.dtype).eps * variance)
+    now = uncertainty(at.mean, at.variance + nugget)
+    gains = uncertainty.expected_gain(now, uncertainty(after, left), ahead.probability, dim=-2)
+    return gains.reshape(-1, gains.shape[-1]).mean(0)
 
 
 def _with_own(c: Tensor, X: Tensor, locations: Tensor, nugget: Tensor | float) -> Tensor:
@@ -203,9 +232,11 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
 
     Args:
         model: A model of one output and one latent function.
-        locations: ``s x d`` locations whose uncertainty is to be reduced.
+        locations: ``s x d`` locations whose uncertainty is to be reduced. With ``None``, each
+            candidate is its own only location.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
             several is the sum of relative reductions, each divided by the present uncertainty.
+            The score of ``"volume"`` is the expected absolute change of the volume.
         threshold: The threshold of the prevalence (rate, level), for criteria that have one.
         weights: ``s`` weights of the locations. By default ``1/s``.
         num_fantasies: The number of outcomes sampled for each candidate. If no more outcomes are
@@ -231,13 +262,13 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     """
 
     model: SequentialGP
-    locations: Tensor
-    weights: Tensor
+    locations: Tensor | None
+    weights: Tensor | None
 
     def __init__(
         self,
         model: SequentialGP,
-        locations: Tensor,
+        locations: Tensor | None,
         criterion: str | Sequence[str] = "threshold-entropy",
         threshold: float | None = None,
         weights: Tensor | None = None,
@@ -247,7 +278,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         **arguments: Any,
     ) -> None:
         check_likelihood_arguments(model, arguments, type(self).__init__)
-        uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
+        uncertainties = checked_criteria(model, locations, criterion, threshold)
         super().__init__(model)
         self.uncertainties = uncertainties
         self.register_buffer("locations", locations)
@@ -262,45 +293,53 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         """The value at ``b x q x d`` candidates, of shape ``b``."""
         look = self._one if X.shape[-2] == 1 else self._several
         total = X.new_zeros(X.shape[:-2])
-        for now, after in look(X):
-            unit = now if len(self.uncertainties) > 1 else 1.0
-            total = total + (now - after) / unit
+        for now, gain in look(X):
+            total = total + (gain if len(self.uncertainties) == 1 else gain / now)
         return total
 
     def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each uncertainty now, and after an observation at ``b x 1 x d`` points."""
+        """Yield each uncertainty now, and what observing at ``b x 1 x d`` points brings."""
         nugget = nugget_of(self.model.likelihood)
         flat = X.reshape(-1, X.shape[-1])
-        at = marginals(self.model, flat, self.locations)
-        gain, fall, probability = look_ahead(
-            self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments
-        )
-        if probability is None:
-            probability = torch.ones_like(gain)
+        at = marginals(self.model, flat, flat[:0] if self.locations is None else self.locations)
+        ahead = look_ahead(self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments)
+        if self.locations is None:
+            gain = _gain_at_candidates(self.uncertainties[0], at, ahead, nugget)
+            yield gain.new_ones(()), gain.reshape(X.shape[:-2])
+            return
+        assert self.weights is not None
         c = _with_own(at.cross(slice(None)), flat, self.locations, nugget).unsqueeze(-3)
         start = (at.location_variance + nugget).unsqueeze(-2).unsqueeze(-2)
-        mean = at.location_mean.unsqueeze(-2).unsqueeze(-2) + gain.unsqueeze(-1) * c
-        variance = start - fall.unsqueeze(-1) * c.square()
+        mean = at.location_mean.unsqueeze(-2).unsqueeze(-2) + ahead.gain.unsqueeze(-1) * c
+        variance = start - ahead.fall.unsqueeze(-1) * c.square()
         variance = torch.maximum(variance, torch.finfo(c.dtype).eps * start)
         for uncertainty in self.uncertainties:
             now = uncertainty(at.location_mean, at.location_variance + nugget) @ self.weights
             values = uncertainty(mean, variance) @ self.weights  # ... x f x n
-            after = (probability * values).sum(-2) / probability.sum(-2)
-            yield now.mean(), after.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
+            gain = uncertainty.expected_gain(now.unsqueeze(-1), values, ahead.probability, dim=-2)
+            yield now.mean(), gain.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
 
     def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each uncertainty now, and after observations at ``b x q x d`` points."""
+        """Yield each uncertainty now, and what observing at ``b x q x d`` points brings."""
         nugget = nugget_of(self.model.likelihood)
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
-        locations = self.locations.reshape(*[1] * (X.dim() - 2), *self.locations.shape)
+        if self.locations is None:
+            here, later, weights = X, X, X.new_full(X.shape[-2:-1], 1 / X.shape[-2])
+        else:
+            assert self.weights is not None
+            here, weights = self.locations, self.weights
+            later = here.reshape(*[1] * (X.dim() - 2), *here.shape)
         moments = []
-        for model, where in ((self.model, self.locations), (fantasies, locations)):
+        for model, where in ((self.model, here), (fantasies, later)):
             with gpt_posterior_settings():
                 f = model.eval()(model.transform_inputs(where))
             moments.append((f.mean, f.variance + nugget))
         for uncertainty in self.uncertainties:
-            now, after = (uncertainty(*each) @ self.weights for each in moments)
-            yield now.mean(), after.reshape(-1, *X.shape[:-2]).mean(0)
+            now, after = (uncertainty(*each) @ weights for each in moments)
+            after = after.reshape(self.num_fantasies, -1, *X.shape[:-2])
+            if self.locations is not None:
+                now = now.mean()
+            yield now.mean(), uncertainty.expected_gain(now, after, None, dim=0).mean(0)
 
 
 # -------------------------------------------------------------------- checks
@@ -323,16 +362,16 @@ def check_likelihood_arguments(
 
 def checked_criteria(
     model: SequentialGP,
-    locations: Tensor,
+    locations: Tensor | None,
     criterion: str | Sequence[str],
     threshold: float | None,
     name: str = "locations",
-) -> tuple[list[Uncertainty], Tensor]:
+) -> list[Uncertainty]:
     """Check the model and the locations, and make the criteria.
 
     Args:
         model: The model.
-        locations: ``s x d`` locations.
+        locations: ``s x d`` locations, or ``None`` for the candidates themselves.
         criterion: One or several of `seqgp.acquisition.uncertainty.CRITERIA`.
         threshold: The threshold, for criteria that have one.
         name: The name of the locations, for errors.
@@ -343,13 +382,20 @@ def checked_criteria(
             "model.subset_output."
         )
     link = _link_of(model)
-    check_inputs(locations, model.stream.observations.inputs.shape[-1], name)
-    if locations.dim() != 2 or len(locations) == 0:
-        raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
+    if locations is not None:
+        check_inputs(locations, model.num_inputs, name)
+        if locations.dim() != 2 or len(locations) == 0:
+            raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
     criteria = [criterion] if isinstance(criterion, str) else list(criterion)
     if not criteria:
         raise ValueError("criterion: expected at least one, got none.")
-    return [Uncertainty(each, link, threshold) for each in criteria], locations
+    if len(criteria) > 1 and (locations is None or "volume" in criteria):
+        raise ValueError(
+            "criterion: several are combined by their relative reductions at locations, but "
+            f"{'there are none' if locations is None else 'a volume is not reduced'}; got "
+            f"{', '.join(map(repr, criteria))}."
+        )
+    return [Uncertainty(each, link, threshold) for each in criteria]
 
 
 def _link_of(model: SequentialGP) -> Link:
@@ -366,13 +412,17 @@ def _link_of(model: SequentialGP) -> Link:
     return linear_link(float(inverse.offset), float(inverse.scale))
 
 
-def checked_weights(weights: Tensor | None, locations: Tensor) -> Tensor:
+def checked_weights(weights: Tensor | None, locations: Tensor | None) -> Tensor | None:
     """Return ``s`` weights, by default all the same; raise if they are not valid.
 
     Args:
         weights: What was passed.
-        locations: ``s x d`` locations.
+        locations: ``s x d`` locations. Without them there are no weights.
     """
+    if locations is None:
+        if weights is not None:
+            raise ValueError("weights: expected None, since there are no locations to weight.")
+        return None
     n = len(locations)
     if weights is None:
         return locations.new_full((n,), 1 / n)

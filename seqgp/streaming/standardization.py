@@ -8,6 +8,8 @@ is a function of :math:`f' = a f + b` as well as of :math:`f`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,15 +39,32 @@ def note_scale(model: StreamModel, new: Observations) -> None:
         model: The model.
         new: The new observations, as the model stores them.
     """
-    mean, scale = _statistics(model)
-    if model.stream.moments is None:
-        old = model.stream.observations.targets
-        known = _moments(old[..., : old.shape[-1] - len(new)], mean, scale)
-    else:
-        known = Moments(*model.stream.moments)
-    fresh = _moments(new.targets, mean, scale)
-    moments = torch.stack(list(_together(known, fresh)))
+    fresh = _moments(new.targets, *_statistics(model))
+    moments = torch.stack(list(pooled([moments_of(model, len(new)), fresh])))
     model.stream = replace(model.stream, moments=moments)
+
+
+@torch.no_grad()
+def moments_of(model: StreamModel, num_new: int = 0) -> Moments:
+    """The moments of all targets that a model has learnt.
+
+    Args:
+        model: The model.
+        num_new: How many of the observations at hand, the last ones, do not count yet.
+    """
+    if model.stream.moments is not None:
+        return Moments(*model.stream.moments)
+    held = model.stream.observations.targets
+    return _moments(held[..., : held.shape[-1] - num_new], *_statistics(model))
+
+
+def pooled(parts: Sequence[Moments]) -> Moments:
+    """The moments of several sets of numbers together.
+
+    Args:
+        parts: The moments of each.
+    """
+    return functools.reduce(_together, parts)
 
 
 @torch.no_grad()

@@ -239,7 +239,7 @@ def _learn(
         leverage,
         num_new,
         stream.num_updates,
-        _classes(model) if memory.balance else None,
+        classes_of(model) if memory.balance else None,
         stream.importance * stream.represents,
     )
     tiny = torch.finfo(leverage.dtype).tiny
@@ -380,8 +380,12 @@ def sites_and_leverage(model: StreamModel, data: Observations) -> tuple[Sites, T
     return sites, _sum_over_batch(sites.beta * variance)
 
 
-def _classes(model: StreamModel) -> Tensor:
-    """The classes of the observations at hand."""
+def classes_of(model: StreamModel) -> Tensor:
+    """The classes of the observations at hand.
+
+    Args:
+        model: The model.
+    """
     targets, likelihood = model.stream.observations.targets, model.likelihood
     kinds = BernoulliLikelihood | OrdinalLikelihood | SoftmaxLikelihood
     if isinstance(likelihood, kinds) and targets.dim() == 1:

@@ -13,9 +13,16 @@ from gpytorch import likelihoods as gl
 from scipy import integrate, special, stats
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, OverdispersedBinomialLikelihood
+from seqgp import BinomialLikelihood, OrdinalLikelihood, OverdispersedBinomialLikelihood
 from seqgp.acquisition import exceedance, prevalence
-from seqgp.acquisition.uncertainty import CRITERIA, LINKS, Uncertainty, link_of
+from seqgp.acquisition.uncertainty import (
+    CRITERIA,
+    LINKS,
+    THRESHOLD_CRITERIA,
+    Uncertainty,
+    link_of,
+    stretched_link,
+)
 from tests.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -41,11 +48,13 @@ def expected(criterion: str, link: str, mean: float, variance: float) -> float:
         ends = (mean - 10 * q.std(), mean + 10 * q.std())
         return integrate.quad(lambda f: function(f) * q.pdf(f), *ends, epsabs=1e-12)[0]
 
-    if criterion in CRITERIA[:2]:
+    if criterion in THRESHOLD_CRITERIA:
         level = float(LINKS[link].inverse(torch.tensor(THRESHOLDS[link])))
         assert F(level) == pytest.approx(THRESHOLDS[link])
         p = q.sf(level)
-        return entropy(p) if criterion == "threshold-entropy" else min(p, 1 - p)
+        return {"threshold-entropy": entropy(p), "misclassification": min(p, 1 - p)}.get(
+            criterion, p
+        )
     first = average(F)
     if criterion == "entropy":
         return entropy(first)
@@ -82,7 +91,7 @@ def test_fast_values(link: str, criterion: str) -> None:
     u = Uncertainty(criterion, LINKS[link], THRESHOLDS[link])
     mean = torch.linspace(-15.99, 15.99, 1201).unsqueeze(-1)
     variance = torch.linspace(0.05, 7.99, 301).square()
-    bound = 1e-7 if criterion in CRITERIA[:2] else 4e-5
+    bound = 1e-7 if criterion in THRESHOLD_CRITERIA else 4e-5
     bound = 2e-4 if (criterion, link) == ("entropy", "probit") else bound  # which bends more
     for dtype, extra in ((torch.float64, 0.0), (torch.float32, 1e-6)):
         m, v = mean.to(dtype), variance.to(dtype)
@@ -122,6 +131,8 @@ def test_gradients(criterion: str) -> None:
         (gl.PoissonLikelihood(), "softplus"),
         (gl.GaussianLikelihood(), "identity"),
         (gl.FixedNoiseGaussianLikelihood(torch.ones(2)), "identity"),
+        (gl.StudentTLikelihood(), "identity"),
+        (gl.LaplaceLikelihood(), "identity"),
     ],
 )
 def test_links_of_likelihoods(likelihood: gl.Likelihood, link: str) -> None:
@@ -135,9 +146,52 @@ def test_links_of_likelihoods(likelihood: gl.Likelihood, link: str) -> None:
     assert_close(LINKS[link].inverse(LINKS[link].forward(f)), f, 1e-9)
 
 
+def test_stretched_links() -> None:
+    """Between a guess rate and a lapse rate, or as the mean of a `BetaLikelihood` is."""
+    likelihood, f = gl.BetaLikelihood().initialize(scale=4.0), torch.linspace(-2, 3, 6)
+    link = link_of(likelihood)
+    assert_close(link.forward(f), likelihood(f).mean, 1e-10)
+    assert_close(link.inverse(link.forward(f)), f, 1e-10)
+    link = stretched_link("probit", 0.5, 0.96)
+    assert_close(link.inverse(torch.tensor(0.73)), torch.tensor(0.0), 1e-12)
+    mean, variance = torch.tensor(MOMENTS).T
+    for criterion, bound in (("variance", 4e-5), ("entropy", 1e-12), ("volume", 1e-12)):
+        u = Uncertainty(criterion, link, 0.75)
+        assert_close(u.fast(mean, variance), u(mean, variance), bound)
+    plain = Uncertainty("variance", LINKS["probit"])(mean, variance)
+    assert_close(Uncertainty("variance", link)(mean, variance), 0.46**2 * plain, 1e-10)
+
+
+@pytest.mark.parametrize("link", ["probit", "logit"])
+def test_link_of_ratings(link: str) -> None:
+    """The expected category, and where it takes a value."""
+    likelihood = OrdinalLikelihood(4, link=link, learn_scale=True)
+    likelihood.scale = 0.7
+    found, f = link_of(likelihood), torch.linspace(-3, 3, 7)
+    expected = likelihood(f).probs @ torch.arange(4.0)
+    assert_close(found.forward(f), expected, 1e-8)
+    assert_close(found.inverse(expected), f, 1e-8)
+    for outside in (-0.1, 3.0):
+        with pytest.raises(ValueError, match="threshold: expected a value in the range"):
+            Uncertainty("volume", found, outside)
+
+
+def test_what_an_observation_brings() -> None:
+    """Less uncertainty on average, or an absolute change of the volume."""
+    after, p = torch.tensor([[0.1, 0.4], [0.2, 0.2]]), torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    entropies, volume = (Uncertainty(c, LINKS["logit"], 0.5) for c in CRITERIA[:3:2])
+    now = torch.tensor([0.5, 0.3])
+    assert_close(
+        entropies.expected_gain(now, after, p, -1), now - torch.tensor([0.325, 0.2]), 1e-12
+    )
+    expected = torch.tensor([0.25 * 0.225 + 0.75 * 0.075, 0.0])
+    assert_close(volume.expected_gain(now, after, p, -1), expected, 1e-12)
+    assert_close(volume.expected_gain(now, after.T, None, 0), torch.tensor([0.15, 0.0]), 1e-12)
+
+
 def test_unknown_likelihood() -> None:
-    with pytest.raises(UnsupportedError, match=r"LaplaceLikelihood.*register"):
-        link_of(gl.LaplaceLikelihood())
+    with pytest.raises(UnsupportedError, match=r"SoftmaxLikelihood.*register"):
+        link_of(gl.SoftmaxLikelihood(num_classes=3, mixing_weights=False))
 
 
 def samples(likelihood: OverdispersedBinomialLikelihood, m: float, v: float) -> Tensor:

@@ -424,6 +424,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
 
+    def _transform_tensor_args(
+        self, X: Tensor, Y: Tensor, Yvar: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # BoTorch's name for data ``... x n x m`` as `train_inputs` and `train_targets` show them.
+        noise = None if Yvar is None else self.to_targets(Yvar)
+        return self.repeated_for_outputs(X), self.to_targets(Y), noise
+
     @property
     def num_columns(self) -> int:
         """The number of columns of observations."""

@@ -385,14 +385,17 @@ def test_statistics_are_frozen_while_fitting() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
+@pytest.mark.parametrize("standardized", [False, True], ids=["raw", "standardized"])
 @pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])
-def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
-    """Data without noise: on its way to zero the scale meets the end of its support."""
+def test_noise_that_wants_to_be_zero(likelihood: Any, standardized: bool) -> None:
+    """Data without noise: it ends at BoTorch's minimum, where the posterior is still right."""
     X = make_inputs(30, 2)
     Y = torch.sin(5 * X).sum(-1, keepdim=True)
-    model = SequentialGP(X, Y, likelihood=likelihood(), outcome_transform=None)
+    options = {} if standardized else {"outcome_transform": None}
+    model = SequentialGP(X, Y, likelihood=likelihood(), **options)
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
-    assert model.likelihood.noise < 1e-3
+    expected = 1e-4 * model.train_targets.var()
+    assert model.likelihood.noise.item() == pytest.approx(expected.item(), rel=1e-6)
     assert (model.posterior(X).mean - Y).abs().max() < 0.01
 
 

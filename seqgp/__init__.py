@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
     from seqgp.merging import merge as merge
+    from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
@@ -46,6 +47,7 @@ __all__ = [
     "DualVariationalStrategy",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
+    "PreferenceGP",
     "SequentialGP",
     "__version__",
     "load",
@@ -62,6 +64,7 @@ _OBJECTS = {
     "DualVariationalStrategy": "seqgp.variational",
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
+    "PreferenceGP": "seqgp.models",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",
     "merge": "seqgp.merging",

@@ -15,7 +15,10 @@ from tests.pretend_cuda import DEVICE, PretendCUDA
 pytestmark = pytest.mark.filterwarnings("ignore::botorch.exceptions.InputDataWarning")
 
 
-@pytest.mark.parametrize("job", cuda.JOBS)
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(n, marks=pytest.mark.slow) if j.learns else n for n, j in cuda.JOBS.items()],
+)
 def test_jobs_run_on_another_device(job: str) -> None:
     """Where values are those of the CPU, and mixing devices raises."""
     with PretendCUDA() as device:

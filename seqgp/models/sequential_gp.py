@@ -753,14 +753,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return Z
 
     @torch.no_grad()
-    def choose_inducing_points(self, number: int) -> Tensor:
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
 
         Args:
-            number: How many; fewer if there are fewer inputs.
+            number: How many; fewer if there are fewer inputs, or if others would add nothing.
+            fills_up: Whether to add other inputs in the latter case.
         """
         X = self.transform_train_inputs(self.stream.observations.points)
-        return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
+        return choose_inducing_points(
+            X, number, self.covar_module, self.inducing_point_allocator, fills_up
+        )
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""

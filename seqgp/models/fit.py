@@ -17,6 +17,7 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
 from seqgp.dual import Sites
+from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.likelihoods.traits import precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
@@ -79,8 +80,9 @@ def fit(
     points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
     under the hyperparameters that were found, for another round, while that raises the bound (Burt
     et al., 2020). Meanwhile there are as many as there may be, since few of them favour smooth
-    functions; those that turn out not to be needed are dropped at the end. Data sets that are too large for that come in minibatches, each a
-    natural-gradient step and an Adam step, until the bound no longer rises.
+    functions; those that turn out not to be needed are dropped at the end. Data sets that are too
+    large for that come in minibatches, each a natural-gradient step and an Adam step, until the
+    bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
@@ -184,6 +186,11 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
+    bounds = noise_floor(model.likelihood, model.stream.observations.targets)
+    bounds |= optimizer_kwargs.get("bounds") or {}
+    optimizer_kwargs = {"parameters": parameters, **optimizer_kwargs}
+    if bounds:
+        optimizer_kwargs["bounds"] = bounds
     exact = dual and _is_exact(model)
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
     sites: Sites | None = None
@@ -221,7 +228,7 @@ def _fit_full_batch(
         _fit_fallback(
             mll,
             closure=ForwardBackwardClosure(objective, parameters),
-            optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
+            optimizer_kwargs=optimizer_kwargs,
             **kwargs,
         )
         mll.train()
@@ -273,6 +280,7 @@ def _fit_minibatches(
     data, n = model.stream.observations, model.num_data
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
     parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
+    bounds |= noise_floor(model.likelihood, data.targets)
     most = 500 if options.epochs is None else options.epochs
     per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.

@@ -22,6 +22,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.likelihoods import log_predictive
+from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.observations import Observations
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.model import StreamModel
@@ -153,7 +154,9 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
         moves_Z: Whether the inducing points are among it.
     """
     mll = DualELBO(model.likelihood, model)
-    return mll, *learnable_parameters(mll, moves_Z and model.changes_inducing_points)
+    parameters, bounds = learnable_parameters(mll, moves_Z and model.changes_inducing_points)
+    floor = noise_floor(model.likelihood, model.stream.observations.targets)
+    return mll, parameters, {**bounds, **floor}
 
 
 @torch.enable_grad()

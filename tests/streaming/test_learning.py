@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, LaplaceLikelihood
 
 from seqgp import SequentialGP
-from seqgp.streaming.learning import decide, is_better, leave_one_out
+from seqgp.streaming.learning import decide, is_better, learnable, leave_one_out
 from tests.streaming.test_update import make_data, make_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -55,6 +55,14 @@ def test_leave_one_out(name: str) -> None:
         expected = other.log_predictive_density(X[[i]], Y[[i]].squeeze(-1), **at)
         tolerance = 1e-7 if name == "gaussian" else 0.05
         torch.testing.assert_close(found[i], expected[0], atol=tolerance, rtol=0)
+
+
+def test_noise_has_a_floor_while_it_is_learnt() -> None:
+    X = torch.linspace(0, 1, 9).unsqueeze(-1)
+    model = SequentialGP(X, X, likelihood=LaplaceLikelihood(), outcome_transform=None)
+    lower, _ = learnable(model, moves_Z=False)[2]["likelihood.raw_noise"]
+    model.likelihood.raw_noise.data.fill_(lower)
+    assert model.likelihood.noise.item() == pytest.approx(1e-4 * X.var().item(), rel=1e-5)
 
 
 def test_chance_is_no_improvement() -> None:

@@ -343,13 +343,13 @@ class DualState(_VariationalStrategy):
         """Replace some of the strategy's tensors, by others of any size.
 
         Args:
-            tensors: Tensors by name. Inducing points of the same shape are copied in place, so
-                that optimisers keep their parameter.
+            tensors: Tensors by name. Inducing points of the same shape become those of the same
+                parameter, so that optimisers keep it.
         """
         for name, value in tensors.items():
             old = getattr(self, name)
             if isinstance(old, Parameter) and old.shape == value.shape:
-                old.data.copy_(value)
+                old.data = value.detach().clone()  # others may still need what it had
             elif isinstance(old, Parameter):
                 setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
             else:
@@ -635,6 +635,31 @@ class DualState(_VariationalStrategy):
                 factors=factorise(own) if factors is None else factors,
             )
             self._cache = _Cached(False, self._fingerprint(), fresh)
+
+    @torch.no_grad()
+    def valid_cache(self) -> _Cached | None:
+        """The factorisations at hand, if they belong to what there is now."""
+        cached = self._cache
+        if cached is None or cached.graph or not cached.fingerprint.matches(self._fingerprint()):
+            return None
+        return cached
+
+    @torch.no_grad()
+    def keep(self, cached: _Cached | None) -> None:
+        """Use factorisations that were made from what is the same, value by value.
+
+        Args:
+            cached: What `valid_cache` returned.
+        """
+        fresh = None if cached is None else cached._replace(fingerprint=self._fingerprint())
+        self._cache = fresh
+
+    @contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """While modules are exchanged for copies that are the same, value by value."""
+        cached = self.valid_cache()
+        yield
+        self.keep(cached)
 
     def clear_cache(self) -> None:
         """Forget the factorisations; the next prediction makes them anew."""

@@ -133,11 +133,16 @@ class _Fingerprint(NamedTuple):
     plain: tuple[Any, ...]  # plain attributes, flags, shapes and versions
     values: Tensor  # hyperparameters and inducing points, value by value
 
-    def matches(self, other: _Fingerprint) -> bool:
+    def has_same_owners(self, other: _Fingerprint) -> bool:
         return (
             len(self.owners) == len(other.owners)
             and all(a is b for a, b in zip(self.owners, other.owners, strict=True))
             and self.plain == other.plain
+        )
+
+    def matches(self, other: _Fingerprint) -> bool:
+        return (
+            self.has_same_owners(other)
             and self.values.shape == other.values.shape
             and self.values.dtype == other.values.dtype
             and self.values.device == other.values.device
@@ -637,27 +642,32 @@ class DualState(_VariationalStrategy):
             self._cache = _Cached(False, self._fingerprint(), fresh)
 
     @torch.no_grad()
-    def valid_cache(self) -> _Cached | None:
-        """The factorisations at hand, if they belong to what there is now."""
+    def kept(self) -> _Cached | None:
+        """The factorisations at hand, if they were made from the present modules and duals.
+
+        Whether hyperparameters are the same, too, is seen when they are used.
+        """
         cached = self._cache
-        if cached is None or cached.graph or not cached.fingerprint.matches(self._fingerprint()):
+        if cached is None or cached.graph:
             return None
-        return cached
+        return cached if cached.fingerprint.has_same_owners(self._fingerprint()) else None
 
     @torch.no_grad()
     def keep(self, cached: _Cached | None) -> None:
-        """Use factorisations that were made from what is the same, value by value.
+        """Use factorisations that were made from copies of what there is now.
 
         Args:
-            cached: What `valid_cache` returned.
+            cached: What `kept` returned.
         """
-        fresh = None if cached is None else cached._replace(fingerprint=self._fingerprint())
-        self._cache = fresh
+        if cached is not None:
+            values = cached.fingerprint.values
+            cached = cached._replace(fingerprint=self._fingerprint()._replace(values=values))
+        self._cache = cached
 
     @contextmanager
     def keeping_state(self) -> Iterator[None]:
-        """While modules are exchanged for copies that are the same, value by value."""
-        cached = self.valid_cache()
+        """While modules and parameters are exchanged for copies of them."""
+        cached = self.kept()
         yield
         self.keep(cached)
 

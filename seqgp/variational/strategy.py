@@ -940,7 +940,7 @@ class DualVariationalStrategy(DualState):
         Args:
             other: The other one. The hyperparameters of its model are those of this one's by now.
         """
-        cached = other.valid_cache()
+        cached = other.kept()
         self.set_tensors(other.tensors())
         self.variational_params_initialized = other.variational_params_initialized
         for name in ("_summary_known", "_past", "_whitened"):

@@ -37,7 +37,7 @@ from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate
-from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
+from seqgp.models.construction import assemble, choose_inducing_points
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
@@ -52,7 +52,7 @@ from seqgp.models.training_data import (
 )
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.guard import Guard, reads, writes
-from seqgp.streaming.inducing_points import InducingPointRule
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
@@ -248,7 +248,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.fits_inducing_points = learn_inducing_points is True
         self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
-            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
+            self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
         self.guard = Guard()
         self.stream = StreamState.begin(parts.observations)

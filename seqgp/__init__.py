@@ -15,6 +15,7 @@ from seqgp._version import __version__
 
 if TYPE_CHECKING:
     from seqgp import acquisition as acquisition
+    from seqgp import active_learner as active_learner
     from seqgp import ax as ax
     from seqgp import batch_optimizer as batch_optimizer
     from seqgp import checkpoint as checkpoint
@@ -70,6 +71,7 @@ _OBJECTS = {
 
 _MODULES = (
     "acquisition",
+    "active_learner",
     "ax",
     "batch_optimizer",
     "checkpoint",

@@ -36,8 +36,10 @@ def draft_of(model: Model, learn: bool) -> Model:
                     own = (copy.deepcopy if learn else with_same_tensors)(module, memo)
                     setattr(draft, name, own)
             Z = strategy.inducing_points
-            if learn and isinstance(Z, Parameter):
-                own_Z = Parameter(Z.detach().clone(), requires_grad=Z.requires_grad)
+            if learn:
+                own_Z = Z.detach().clone()  # gradients may move them, in place
+                if isinstance(Z, Parameter):
+                    own_Z = Parameter(own_Z, requires_grad=Z.requires_grad)
                 strategy.inducing_points = own_Z
     return draft
 

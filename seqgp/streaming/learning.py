@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from botorch.optim.utils import get_parameters_and_bounds
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
@@ -29,7 +28,14 @@ from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.state import StreamState
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_back
+from seqgp.variational.optimise import (
+    Bounds,
+    Parameters,
+    adam,
+    lbfgs,
+    learnable_parameters,
+    turning_back,
+)
 
 #: Learn when the number of observations has grown by this factor since it was learnt last.
 GROWTH = 1.2
@@ -147,15 +153,7 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
         moves_Z: Whether the inducing points are among it.
     """
     mll = DualELBO(model.likelihood, model)
-    Z = model.variational_strategy.inducing_points
-    if moves_Z and isinstance(Z, torch.nn.Parameter):
-        Z.requires_grad_(True)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves_Z else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
-    return mll, parameters, bounds
+    return mll, *learnable_parameters(mll, moves_Z and model.changes_inducing_points)
 
 
 @torch.enable_grad()

@@ -6,8 +6,9 @@ Inducing points cost the bound
 
 nats, where :math:`r_{bi} = k_b(x_i, x_i) - k_{iz} K_{zz}^{-1} k_{zi}` is the variance that they
 leave unexplained at a candidate, :math:`\beta_{bi}` the precision of its site and :math:`n_i` the
-number of observations that it stands for. Outputs or latents with kernels :math:`k_b` of their own share
-the inducing points; where there is one kernel, its precisions are sums over outputs and latents.
+number of observations that it stands for. Outputs or latents with kernels :math:`k_b` of their own
+share the inducing points; where there is one kernel, its precisions are sums over outputs and
+latents.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
     from seqgp.merging import merge as merge
+    from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
@@ -47,6 +48,7 @@ __all__ = [
     "DualVariationalStrategy",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
+    "PreferenceGP",
     "SequentialGP",
     "__version__",
     "load",
@@ -63,6 +65,7 @@ _OBJECTS = {
     "DualVariationalStrategy": "seqgp.variational",
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
+    "PreferenceGP": "seqgp.models",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",
     "merge": "seqgp.merging",

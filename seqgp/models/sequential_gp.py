@@ -38,7 +38,7 @@ from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
-from seqgp.models.construction import assemble, choose_inducing_points
+from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
@@ -769,7 +769,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             number: How many; fewer if there are fewer inputs.
         """
-        X = self.transform_train_inputs(self.stream.observations.points)
+        held = self.stream.observations
+        X = self.transform_train_inputs(held.points)
+        if held.coefficients is not None and X.dim() == 2:
+            X = distinct(X)[0]
         return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
 
     def check_not_fantasy(self) -> None:

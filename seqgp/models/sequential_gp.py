@@ -432,6 +432,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
 
+    def _transform_tensor_args(
+        self, X: Tensor, Y: Tensor, Yvar: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # BoTorch's name for data ``... x n x m`` as `train_inputs` and `train_targets` show them.
+        noise = None if Yvar is None else self.to_targets(Yvar)
+        return self.repeated_for_outputs(X), self.to_targets(Y), noise
+
     @property
     def num_columns(self) -> int:
         """The number of columns of observations."""
@@ -763,17 +770,20 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return Z
 
     @torch.no_grad()
-    def choose_inducing_points(self, number: int) -> Tensor:
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
 
         Args:
-            number: How many; fewer if there are fewer inputs.
+            number: How many; fewer if there are fewer inputs, or if others would add nothing.
+            fills_up: Whether to add other inputs in the latter case.
         """
         held = self.stream.observations
         X = self.transform_train_inputs(held.points)
         if held.coefficients is not None and X.dim() == 2:
             X = distinct(X)[0]
-        return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
+        return choose_inducing_points(
+            X, number, self.covar_module, self.inducing_point_allocator, fills_up
+        )
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""

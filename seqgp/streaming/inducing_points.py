@@ -103,16 +103,18 @@ class Exchange(InducingPointRule):
         moves: Whether they are also moved by gradient.
         tol: The loss that is tolerated, in nats for each observation.
         gain: How much an exchange has to bring.
+        fills_up: Whether other inputs are added up to the largest number, see `fill_up`.
     """
 
     moves: bool = False
     tol: float = TOLERANCE
     gain: float = 2.0
+    fills_up: bool = False
     follows_kernel: ClassVar[bool] = True
 
     def generous(self) -> InducingPointRule:
-        """As many as there may be."""
-        return replace(self, tol=0.0)
+        """As many as there may be, also where the present kernel has no use for them."""
+        return replace(self, tol=0.0, fills_up=True)
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
         """Fewer, more or others, as the inputs ask for."""
@@ -124,7 +126,7 @@ class Exchange(InducingPointRule):
             )
         if not len(inputs):
             return Z
-        return choose_inducing_points(
+        chosen = choose_inducing_points(
             Z[:0] if candidates.anew else Z,
             inputs,
             kernel,
@@ -135,6 +137,7 @@ class Exchange(InducingPointRule):
             self.tol,
             self.gain,
         )
+        return fill_up(chosen, inputs, limit) if self.fills_up else chosen
 
 
 @dataclass(frozen=True)
@@ -228,16 +231,29 @@ def choose_for_each(
         chosen.append(rule.choose(Z[index], mine))
     number = max(len(points) for points in chosen)
     padded = [
-        _padded(points, X, number)
+        fill_up(points, X, number)
         for points, X in zip(chosen, inputs.reshape(-1, *inputs.shape[-2:]), strict=True)
     ]
     number = min(len(points) for points in padded)
     return torch.stack([points[:number] for points in padded]).reshape(*batch, number, Z.shape[-1])
 
 
-def _padded(points: Tensor, inputs: Tensor, number: int) -> Tensor:
-    """Points, and inputs that are none of them, the last first, up to a number."""
-    new = inputs.flip(-2)
+def fill_up(points: Tensor, inputs: Tensor, number: int) -> Tensor:
+    """Points, and inputs that are none of them, drawn at random, up to a number.
+
+    A smooth kernel needs few inducing points, and few inducing points favour a smooth kernel: what
+    varies faster than these can follow passes for noise. So hyperparameters are learnt with more
+    inducing points than the present ones ask for.
+
+    Args:
+        points: ``m x d`` points that are kept.
+        inputs: ``n x d`` inputs to draw from; the same ones whatever the global random state.
+        number: How many points there are to be, if there are enough inputs.
+    """
+    if len(points) >= number:
+        return points
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0), device="cpu")
+    new = inputs[order.to(inputs.device)]
     new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
     return torch.cat([points, new[: number - len(points)]])
 

@@ -225,9 +225,7 @@ def _learn(
 
     def place(draft: StreamModel, generously: bool) -> None:
         if inducing.follows_kernel:
-            # What is only known at the present points is not to be spread over more.
-            anew = not draft.variational_strategy.has_summary
-            own = inducing.generous() if generously and anew else inducing
+            own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
     _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)

@@ -11,7 +11,7 @@ from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.streaming.inducing_points import cluster_inducing_points
+from seqgp.streaming.inducing_points import cluster_inducing_points, fill_up
 from seqgp.streaming.point_criterion import choose_inducing_points, inducing_cost
 from tests.helpers import unscaled
 
@@ -104,6 +104,19 @@ def test_an_allocator_chooses_anew() -> None:
 
 
 @unscaled
+def test_filling_up() -> None:
+    X = points(0, 1, 50)
+    Z = torch.cat([X[:3], torch.tensor([[2.0]])])
+    filled = fill_up(Z, X, 20)
+    assert torch.equal(filled[:4], Z)
+    assert len(torch.unique(filled, dim=0)) == 20
+    assert torch.isin(filled[4:], X).all()
+    assert filled[4:].max() - filled[4:].min() > 0.7  # not all from one place
+    assert torch.equal(fill_up(Z, X, 20), filled)
+    assert len(fill_up(Z, X, 100)) == 51  # all there are
+    assert fill_up(Z, X, 4) is Z
+
+
 def test_points_travel_without_loss_until_they_are_rebased() -> None:
     """There and back again: predictions are the same; with a rebase in between they are not."""
     X = torch.rand(40, 2)

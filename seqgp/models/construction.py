@@ -33,7 +33,7 @@ from torch import Tensor
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
-from seqgp.streaming.inducing_points import fill_up
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
 from seqgp.validation import (
     check_coefficients,
     check_inputs,
@@ -47,8 +47,6 @@ from seqgp.validation import (
 
 #: Up to this many inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
-#: Inducing points by default beyond that, and along a stream.
-STREAM_INDUCING = 300
 
 
 class Parts(NamedTuple):
@@ -411,7 +409,7 @@ def choose_inducing_points(
         raise ValueError("train_X: without data, pass inducing_points as a tensor.")
     number = inducing_points
     if number is None:
-        number = n if n <= ALL_INPUTS else STREAM_INDUCING
+        number = n if n <= ALL_INPUTS else DEFAULT_LIMIT
     number = min(n, number)
     if number < 1:
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")

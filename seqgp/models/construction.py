@@ -33,6 +33,7 @@ from torch import Tensor
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
 from seqgp.validation import (
     check_coefficients,
     check_inputs,
@@ -46,8 +47,6 @@ from seqgp.validation import (
 
 #: Up to this many inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
-#: Inducing points by default beyond that, and along a stream.
-STREAM_INDUCING = 300
 
 
 class Parts(NamedTuple):
@@ -382,6 +381,7 @@ def choose_inducing_points(
     inducing_points: Tensor | int | None,
     covar_module: Kernel,
     allocator: InducingPointAllocator | None,
+    fills_up: bool = False,
 ) -> Tensor:
     """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``.
 
@@ -390,6 +390,8 @@ def choose_inducing_points(
         inducing_points: The points themselves, their largest number, or ``None`` for the default.
         covar_module: The kernel.
         allocator: Chooses them; by default greedily by variance reduction.
+        fills_up: Whether other inputs are added where there would be fewer than that number,
+            because more would add nothing under the present kernel.
     """
     if isinstance(inducing_points, Tensor):
         if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
@@ -407,7 +409,7 @@ def choose_inducing_points(
         raise ValueError("train_X: without data, pass inducing_points as a tensor.")
     number = inducing_points
     if number is None:
-        number = n if n <= ALL_INPUTS else STREAM_INDUCING
+        number = n if n <= ALL_INPUTS else DEFAULT_LIMIT
     number = min(n, number)
     if number < 1:
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
@@ -420,6 +422,9 @@ def choose_inducing_points(
         allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
         for x in X.reshape(-1, *X.shape[-2:])
     ]
+    if fills_up:
+        each = zip(chosen, X.reshape(-1, *X.shape[-2:]), strict=True)
+        chosen = [fill_up(Z, x, number) for Z, x in each]
     number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
 

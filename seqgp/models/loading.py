@@ -65,14 +65,15 @@ def load_state(
     if raw is not None:
         _transform_again(draft, *raw)
     _choose_inducing_points(draft, saved, covers)
-    if like is not None:
-        model.to(like)
-    adopt(model, draft)
-    for module in model.modules():
-        if isinstance(module, Prior):
-            module.load_state_dict(module.state_dict())  # from its buffers to its distribution
-    _set_fixed_noise(model)
-    model.note_hyperparameters()
+    with model.guard.reading:
+        if like is not None:
+            model.to(like)
+        adopt(model, draft)
+        for module in model.modules():
+            if isinstance(module, Prior):
+                module.load_state_dict(module.state_dict())  # from its buffers to its distribution
+        _set_fixed_noise(model)
+        model.note_hyperparameters()
 
 
 def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:

@@ -60,10 +60,6 @@ class DataModel(StreamModel, Protocol):
         """The inverse of `to_targets`."""
         ...
 
-    def note_hyperparameters(self) -> None:
-        """Note that the posterior belongs to the present hyperparameters and transforms."""
-        ...
-
     def to(self, like: Tensor) -> Any:
         """Take on the precision and the device of a tensor."""
         ...

@@ -244,9 +244,13 @@ def learn_best(
         if not with_past:
             draft.set_hyperparameters(model.stream.initial)
         if learn:
+            strategy = draft.variational_strategy
+            Z = strategy.inducing_points.detach().clone()
             place(draft, True)
             steps += maximise(draft, options, moves_Z, stands_for if with_past else None, with_past)
             if not moves_Z:
+                # What is only known at the points of before is not to be spread over more.
+                strategy.start_from(Z)
                 place(draft, False)
         bound = draft.refresh(max_steps=options.site_steps)
         return _Candidate(name, draft, bound, stream_densities(draft))

@@ -313,6 +313,23 @@ def test_minibatches_stop_when_they_have_converged() -> None:
     assert value(mll, model) < found + 0.01
 
 
+def test_few_inducing_points_do_not_pass_a_fast_function_off_as_noise() -> None:
+    """The initial kernel needs a dozen of them; the one that an exact GP finds needs more."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    Y = torch.sin(40 * X) + 0.1 * noise
+    model = SequentialGP(X, Y, inducing_points=100)
+    assert model.variational_strategy.inducing_points.shape[-2] < 20
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    exact = SingleTaskGP(X, Y)
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(exact.likelihood, exact))
+    assert_close(model.covar_module.lengthscale, exact.covar_module.lengthscale, 1e-3)
+    assert_close(model.likelihood.noise, exact.likelihood.noise, 1e-3)
+    assert_close(model.posterior(X).mean, exact.posterior(X).mean, 1e-3)
+    # Those that are not needed in the end are dropped.
+    assert 20 < model.variational_strategy.inducing_points.shape[-2] < 90
+
+
 # -------------------------------------------------------------------- learnable transforms
 
 

@@ -99,6 +99,19 @@ def test_a_smooth_beginning_does_not_fix_the_noise() -> None:
 
 
 @pytest.mark.slow
+def test_a_fast_function_is_not_passed_off_as_noise() -> None:
+    """Few inducing points favour long lengthscales, which need few: learning has more of them."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    Y = torch.sin(40 * X) + 0.1 * noise
+    model = SequentialGP(X[:100], Y[:100])
+    for x, y in zip(X[100:].split(50), Y[100:].split(50), strict=True):
+        model.update(x, y)
+    assert (model.posterior(X).mean - torch.sin(40 * X)).square().mean().sqrt() < 0.06
+    assert model.likelihood.noise.sqrt() * model.outcome_transform.stdvs < 0.15
+
+
+@pytest.mark.slow
 def test_a_periodic_series_in_order() -> None:
     generator = torch.Generator().manual_seed(0)
     X = torch.linspace(0, 1, 400).unsqueeze(-1)

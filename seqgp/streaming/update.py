@@ -228,7 +228,9 @@ def _learn(
             own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)
+    # From scratch only when hyperparameters are learnt: otherwise a few more are all that it takes.
+    anew = decision.learn or options.learn is False
+    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
     learned = rule.learn(
         model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
     )
@@ -317,6 +319,7 @@ def _choose_inducing_points(
     inducing: InducingPointRule,
     max_points: int | None,
     rule: UpdateRule,
+    anew: bool = True,
 ) -> None:
     """Put inducing points where the rule wants them.
 
@@ -334,15 +337,16 @@ def _choose_inducing_points(
         return
     stream = model.stream
     data, represents, precision, J = _weighted_inputs(model)
+    limit = _limit(model) if max_points is None else max_points
     candidates = Candidates(
         _first_of_batch(data.points.detach()),
         represents,
         precision,
         num_new * J,
         stream.num_seen,
-        not strategy.has_summary and not model.keeps_inducing_points,
+        (anew or Z.shape[-2] > limit) and not (strategy.has_summary or model.keeps_inducing_points),
         model.covar_module,
-        _limit(model) if max_points is None else max_points,
+        limit,
         allocator,
         stream.num_updates,
     )

@@ -26,7 +26,7 @@ BENCHMARKS = {
     "core": Entry(
         "one natural-gradient step: speed against bare tensors, memory as n grows", "seeds"
     ),
-    "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
+    "fantasies": Entry("speed and errors of fantasies, against OVC and bare tensors", "seeds"),
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "defaults": Entry("six streams with nothing but defaults, against rivals and refits", "folds"),

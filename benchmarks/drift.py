@@ -103,7 +103,7 @@ def from_river(name: str, number: int, seed: int) -> tuple[Tensor, Tensor]:
             synth.SEA(0, seed=seed),
             synth.SEA(2, seed=seed),
             position=half,
-            width=1,
+            width=20,
             seed=seed,
         ),
         "RandomRBFDrift": lambda: synth.RandomRBFDrift(

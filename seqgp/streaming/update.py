@@ -474,12 +474,13 @@ def update_stream(
     return records
 
 
-def forget(model: StreamModel, known: Observations) -> None:
+def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) -> None:
     """Remove observations; `SequentialGP.forget` has the documentation.
 
     Args:
         model: The model. It is changed as a whole, when all is done, or not at all.
         known: The observations, as the model stores them.
+        fade: ``n'``, how much each of them still counts, if it is no longer remembered.
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
@@ -490,9 +491,18 @@ def forget(model: StreamModel, known: Observations) -> None:
     rest = [k for k, i in enumerate(matches) if i is None]
     if rest:
         index = torch.tensor(rest, device=held.inputs.device)
+        if fade is None and draft.stream.fades:
+            raise ValueError(
+                f"X: {len(rest)} of these observations are no longer in the memory, and what has "
+                "been folded has faded since. How much of them is left is not known here: pass "
+                "fade=, the product of all discounts since each was learnt."
+            )
+        gone = draft.transformed(known.select(index))
+        if fade is not None:
+            gone = replace(gone, weights=fade.to(held.inputs)[index])
         with renamed(inputs="X", targets="Y"):
             draft.variational_strategy.unfold(
-                draft.transformed(known.select(index)),
+                gone,
                 likelihood=draft.likelihood,
                 unseen=unseen_classes(draft),
             )

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from seqgp import (
     BinomialLikelihood,
+    CensoredGaussianLikelihood,
     DualVariationalStrategy,
+    GammaLikelihood,
+    HeteroscedasticGaussianLikelihood,
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
+    PsychometricLikelihood,
 )
 from seqgp.dual import Convergence
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -159,11 +163,21 @@ CASES = {
         OverdispersedBinomialLikelihood,
         arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4},
     ),
+    "psychometric": Case(lambda: PsychometricLikelihood(0.5, 0.02)),
+    "gamma": Case(lambda: GammaLikelihood().initialize(shape=3.0)),
+    "censored": Case(
+        lambda: CensoredGaussianLikelihood().initialize(noise=0.3),
+        arguments=lambda n: {
+            "side": torch.arange(n) % 3 - 1.0,
+            "width": 0.5 * (torch.arange(n) % 4 == 3),
+        },
+    ),
+    "heteroscedastic": Case(HeteroscedasticGaussianLikelihood, num_latents=2),
     "ordinal": Case(lambda: OrdinalLikelihood(4)),
     "softmax": Case(softmax, num_latents=3),
     "softmax_mixing": Case(lambda: softmax(mixing=True), num_latents=3),
 }
-NOT_LOG_CONCAVE = ["student_t", "beta", "negative_binomial"]
+NOT_LOG_CONCAVE = ["student_t", "beta", "negative_binomial", "psychometric", "heteroscedastic"]
 CONJUGATE = ["gaussian", "fixed_noise"]
 ONE_LATENT = [name for name, case in CASES.items() if case.num_latents is None]
 

@@ -31,6 +31,7 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.quadrature import (
     NUM_BASE_SAMPLES,
     OneDimensionalLikelihood,
@@ -349,6 +350,13 @@ def _probit(
 ) -> Tensor:
     """Without GPyTorch's `log_normal_cdf`, which has errors of up to 2e-3."""
     return torch.special.log_ndtr((2 * targets - 1) * samples)
+
+
+@rule_for(conditional_log_prob, PsychometricLikelihood)
+def _psychometric(
+    likelihood: PsychometricLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    return likelihood.log_prob(targets, samples)
 
 
 @rule_for(conditional_log_prob, PoissonLikelihood)

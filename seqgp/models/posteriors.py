@@ -27,6 +27,7 @@ from torch.distributions import (
     Binomial,
     Categorical,
     Distribution,
+    Gamma,
     NegativeBinomial,
     Poisson,
     StudentT,
@@ -336,6 +337,14 @@ def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
     df = distribution.df.detach().cpu().numpy()
     standard = torch.from_numpy(np.asarray(special.stdtrit(df, u.cpu().numpy()))).to(u)
     return distribution.loc + distribution.scale * standard
+
+
+@quantile.register(Gamma)
+def _gamma_quantile(distribution: Gamma, u: Tensor) -> Tensor:
+    """Differentiable with respect to the rate, through which the latent function acts."""
+    shape = distribution.concentration.detach().cpu().numpy()
+    standard = torch.from_numpy(np.asarray(special.gammaincinv(shape, u.cpu().numpy()))).to(u)
+    return standard.clamp_min(torch.finfo(u.dtype).tiny) / distribution.rate
 
 
 @quantile.register(Beta)

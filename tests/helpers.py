@@ -122,6 +122,12 @@ class Case(NamedTuple):
     num_latents: int | None = None
     arguments: Callable[[int], dict[str, Any]] = lambda n: {}
 
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs a model has: all latents, or those that the likelihood names."""
+        outputs = getattr(self.make(), "output_latents", None)
+        return (self.num_latents or 1) if outputs is None else len(outputs)
+
     def sample(self, f: Tensor) -> Tensor:
         """Observations of latent values ``... x n [x c]``, the same each time."""
         with torch.no_grad(), torch.random.fork_rng():

@@ -19,6 +19,19 @@ __all__ = ["CensoredGaussianLikelihood", "GammaLikelihood"]
 _NO_BATCH = torch.Size([])
 
 
+def bounded_exp(x: Tensor) -> Tensor:
+    """``exp(x)``, continued by its tangent where the square of it would overflow.
+
+    Under a latent variance of thousands, expectations of exponentials are not representable. So
+    they stay finite, with derivatives, and a step that went astray can be taken back.
+
+    Args:
+        x: ``...`` exponents.
+    """
+    most = 0.5 * math.log(torch.finfo(x.dtype).max)
+    return x.clamp_max(most).exp() * (1 + (x - most).clamp_min(0.0))
+
+
 class GammaLikelihood(OneDimensionalLikelihood):
     r"""Positive numbers whose spread is proportional to their mean: durations, concentrations.
 
@@ -74,9 +87,22 @@ class GammaLikelihood(OneDimensionalLikelihood):
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
         r"""In closed form, as :math:`E[e^{-f}] = e^{-m + v/2}`, ``... x n``."""
-        a, mean, variance = self.shape, function_dist.mean, function_dist.variance
-        constant = a * a.log() - a.lgamma() + (a - 1) * observations.log()
-        return constant - a * mean - a * observations * (0.5 * variance - mean).exp()
+        mean, variance = function_dist.mean, function_dist.variance
+        return self._log_density(observations, mean, 0.5 * variance - mean)
+
+    def log_prob(self, targets: Tensor, f: Tensor) -> Tensor:
+        """``log p(y | f)``, finite for any latent value.
+
+        Args:
+            targets: ``...`` observations.
+            f: ``...`` latent values.
+        """
+        return self._log_density(targets, f, -f)
+
+    def _log_density(self, y: Tensor, f: Tensor, log_rate: Tensor) -> Tensor:
+        a = self.shape
+        constant = a * a.log() - a.lgamma() + (a - 1) * y.log()
+        return constant - a * f - a * y * bounded_exp(log_rate)
 
 
 class CensoredNormal(Normal):

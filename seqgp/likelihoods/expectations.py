@@ -29,6 +29,7 @@ from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.continuous import GammaLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
@@ -352,9 +353,12 @@ def _probit(
     return torch.special.log_ndtr((2 * targets - 1) * samples)
 
 
-@rule_for(conditional_log_prob, PsychometricLikelihood)
-def _psychometric(
-    likelihood: PsychometricLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+@rule_for(conditional_log_prob, GammaLikelihood, PsychometricLikelihood)
+def _of_its_own(
+    likelihood: GammaLikelihood | PsychometricLikelihood,
+    targets: Tensor,
+    samples: Tensor,
+    **kwargs: Any,
 ) -> Tensor:
     return likelihood.log_prob(targets, samples)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.continuous import bounded_exp
 from seqgp.likelihoods.expectations import expectations, expected_log_prob, per_target, rule_for
 from seqgp.likelihoods.predictive import log_predictive
 from seqgp.likelihoods.quadrature import normal_nodes, normal_weights
@@ -27,8 +28,8 @@ class HeteroscedasticGaussianLikelihood(Likelihood):
         p(y \mid f, g) = N(y; f, e^g).
 
     Each has a kernel and a mean of its own. A model's ``posterior(X)`` is over :math:`f` alone, so
-    that acquisition functions see one output; with ``observation_noise=True`` the expected noise
-    :math:`E[e^g]` at each input is added.
+    that acquisition functions see one output. With ``observation_noise=True`` it is over
+    observations, whose variance is that of :math:`f` plus the expected noise :math:`E[e^g]`.
 
     Example:
         >>> from seqgp import SequentialGP
@@ -64,7 +65,7 @@ class HeteroscedasticGaussianLikelihood(Likelihood):
             mean: ``... x n x 2`` means of the latents.
             variance: ``... x n x 2`` variances.
         """
-        return (mean[..., 1] + 0.5 * variance[..., 1]).exp()
+        return bounded_exp(mean[..., 1] + 0.5 * variance[..., 1])
 
 
 @rule_for(expected_log_prob, HeteroscedasticGaussianLikelihood)
@@ -78,7 +79,7 @@ def _log_prob(
     r""":math:`-\tfrac12 (\log 2\pi + m_g + ((y - m_f)^2 + v_f) e^{-m_g + v_g / 2})`."""
     mean, variance = per_target(likelihood, targets, mean, variance)
     squares = (targets - mean[..., 0]).square() + variance[..., 0]
-    precision = (0.5 * variance[..., 1] - mean[..., 1]).exp()
+    precision = bounded_exp(0.5 * variance[..., 1] - mean[..., 1])
     return -0.5 * (math.log(2 * math.pi) + mean[..., 1] + squares * precision)
 
 
@@ -97,7 +98,7 @@ def _expectations(
     """
     mean, variance = per_target(likelihood, targets, mean, variance)
     residual = targets - mean[..., 0]
-    w = (0.5 * variance[..., 1] - mean[..., 1]).exp()
+    w = bounded_exp(0.5 * variance[..., 1] - mean[..., 1])
     sw = (residual.square() + variance[..., 0]) * w
     return Expectations(
         -0.5 * (math.log(2 * math.pi) + mean[..., 1] + sw),

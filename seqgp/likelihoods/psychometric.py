@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,10 +63,12 @@ class PsychometricLikelihood(OneDimensionalLikelihood):
             f: ``...`` latent values.
         """
         rate = torch.where(targets > 0.5, self.guess_rate, self.lapse_rate).to(f)
-        slope = torch.tensor(1 - self.guess_rate - self.lapse_rate, dtype=f.dtype, device=f.device)
-        return torch.logaddexp(
-            rate.log(), slope.log() + torch.special.log_ndtr((2 * targets - 1) * f)
-        )
+        slope = 1 - self.guess_rate - self.lapse_rate
+        signed = (2 * targets - 1) * f
+        bounded = rate > 0  # from below, so that there is nothing to underflow
+        inside = torch.where(bounded, rate, 1.0) + slope * torch.special.ndtr(signed)
+        outside = torch.special.log_ndtr(torch.where(bounded, 0.0, signed))
+        return torch.where(bounded, inside.log(), math.log(slope) + outside)
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Bernoulli:
         """The distribution of labels given latent values ``... x n``."""

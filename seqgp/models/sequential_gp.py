@@ -36,7 +36,6 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, output_latents
 from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
 from seqgp.models.fit import fit, loss
@@ -652,9 +651,6 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
-            elif noisy and isinstance(likelihood, HeteroscedasticGaussianLikelihood):
-                noise = likelihood.expected_noise(f.mean, f.variance)
-                f = _with_nugget(_one_latent(f, 0), noise)
             elif not noisy:
                 f = _outputs_of(f, output_latents(likelihood))
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
@@ -665,10 +661,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                     "observation_noise: noise variances are for Gaussian likelihoods, this is a "
                     f"{type(self.likelihood).__name__}; pass True."
                 )
-            if not isinstance(likelihood, HeteroscedasticGaussianLikelihood):
-                posterior = ObservationPosterior(
-                    latent, likelihood, arguments, not has_one_latent(likelihood)
-                )
+            posterior = ObservationPosterior(
+                latent, likelihood, arguments, not has_one_latent(likelihood)
+            )
         if hasattr(self, "outcome_transform"):
             posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
         if posterior_transform is not None:

@@ -15,6 +15,7 @@ from seqgp._version import __version__
 
 if TYPE_CHECKING:
     from seqgp import acquisition as acquisition
+    from seqgp import active_learner as active_learner
     from seqgp import ax as ax
     from seqgp import batch_optimizer as batch_optimizer
     from seqgp import checkpoint as checkpoint
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from seqgp.likelihoods import PsychometricLikelihood as PsychometricLikelihood
     from seqgp.merging import merge as merge
+    from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
@@ -55,6 +57,7 @@ __all__ = [
     "HeteroscedasticGaussianLikelihood",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
+    "PreferenceGP",
     "PsychometricLikelihood",
     "SequentialGP",
     "__version__",
@@ -76,6 +79,7 @@ _OBJECTS = {
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
     "PsychometricLikelihood": "seqgp.likelihoods",
+    "PreferenceGP": "seqgp.models",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",
     "merge": "seqgp.merging",
@@ -84,6 +88,7 @@ _OBJECTS = {
 
 _MODULES = (
     "acquisition",
+    "active_learner",
     "ax",
     "batch_optimizer",
     "checkpoint",

@@ -38,6 +38,7 @@ from seqgp.likelihoods.traits import (
 )
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
 from seqgp.validation import (
     check_coefficients,
     check_inputs,
@@ -51,8 +52,6 @@ from seqgp.validation import (
 
 #: Up to this many inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
-#: Inducing points by default beyond that, and along a stream.
-STREAM_INDUCING = 300
 
 
 class Parts(NamedTuple):
@@ -191,7 +190,9 @@ def assemble(
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
-    Z = choose_inducing_points(X, inducing_points, covar_module, allocator)
+    # Functionals of the same points, such as comparisons of an item with others, repeat them.
+    candidates = X if coefficients is None or X.dim() > 2 else distinct(X)[0]
+    Z = choose_inducing_points(candidates, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
     if mean_module is None:
@@ -206,7 +207,7 @@ def assemble(
         outputs,
         aug_batch_shape,
         m > 1,
-        None if input_transform is None else _frozen(input_transform),
+        None if input_transform is None else frozen(input_transform),
         outcomes,
         is_default and outcomes is not None,
     )
@@ -257,7 +258,7 @@ def _check_scaling(
     validate_input_scaling(train_X=X, train_Y=Y, train_Yvar=Yvar)
 
 
-def _frozen(transform: InputTransform) -> InputTransform:
+def frozen(transform: InputTransform) -> InputTransform:
     """A transform with frozen statistics: inducing points and the past are in its space.
 
     It is a copy, so that the caller's can go on learning them. Parameters are shared, so that the
@@ -393,6 +394,7 @@ def choose_inducing_points(
     inducing_points: Tensor | int | None,
     covar_module: Kernel,
     allocator: InducingPointAllocator | None,
+    fills_up: bool = False,
 ) -> Tensor:
     """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``.
 
@@ -401,6 +403,8 @@ def choose_inducing_points(
         inducing_points: The points themselves, their largest number, or ``None`` for the default.
         covar_module: The kernel.
         allocator: Chooses them; by default greedily by variance reduction.
+        fills_up: Whether other inputs are added where there would be fewer than that number,
+            because more would add nothing under the present kernel.
     """
     if isinstance(inducing_points, Tensor):
         if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
@@ -418,7 +422,7 @@ def choose_inducing_points(
         raise ValueError("train_X: without data, pass inducing_points as a tensor.")
     number = inducing_points
     if number is None:
-        number = n if n <= ALL_INPUTS else STREAM_INDUCING
+        number = n if n <= ALL_INPUTS else DEFAULT_LIMIT
     number = min(n, number)
     if number < 1:
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
@@ -431,5 +435,24 @@ def choose_inducing_points(
         allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
         for x in X.reshape(-1, *X.shape[-2:])
     ]
+    if fills_up:
+        each = zip(chosen, X.reshape(-1, *X.shape[-2:]), strict=True)
+        chosen = [fill_up(Z, x, number) for Z, x in each]
     number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
+
+
+def distinct(points: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of ``n x d`` points in the order of appearance, and ``n`` indices of them.
+
+    Args:
+        points: The points.
+    """
+    rows, inverse = points.unique(dim=0, return_inverse=True)
+    n = len(points)
+    first = torch.full((len(rows),), n, device=points.device)
+    first = first.scatter_reduce(0, inverse, torch.arange(n, device=points.device), "amin")
+    order = first.argsort()
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=points.device)
+    return rows[order], rank[inverse]

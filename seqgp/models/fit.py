@@ -11,19 +11,20 @@ import torch
 from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
-from botorch.optim.utils import get_parameters, get_parameters_and_bounds
+from botorch.optim.utils import get_parameters
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
 from seqgp.dual import Sites
+from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.likelihoods.traits import precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import adam, turning_back
+from seqgp.variational.optimise import adam, learnable_parameters, turning_back
 from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -43,7 +44,9 @@ EPOCH_TOLERANCE = 1e-4
 class FittedModel(DataModel, Protocol):
     """What a fit needs of a model beyond what others do."""
 
-    def choose_inducing_points(self, number: int) -> Tensor:
+    max_inducing: int
+
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """Inducing points for the present kernel."""
         ...
 
@@ -76,8 +79,10 @@ def fit(
     gradient is exact, and the optimiser sees hyperparameters only. If all inputs are inducing
     points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
     under the hyperparameters that were found, for another round, while that raises the bound (Burt
-    et al., 2020). Data sets that are too large for that come in minibatches, each a
-    natural-gradient step and an Adam step, until the bound no longer rises.
+    et al., 2020). Meanwhile there are as many as there may be, since few of them favour smooth
+    functions; those that turn out not to be needed are dropped at the end. Data sets that are too
+    large for that come in minibatches, each a natural-gradient step and an Adam step, until the
+    bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
@@ -129,6 +134,7 @@ def fit(
         _fit_minibatches(
             model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
         )
+        model.variational_strategy.inducing_points.requires_grad_(model.fits_inducing_points)
     model.refresh(start=sites)
     return mll.eval()
 
@@ -180,6 +186,11 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
+    bounds = noise_floor(model.likelihood, model.stream.observations.targets)
+    bounds |= optimizer_kwargs.get("bounds") or {}
+    optimizer_kwargs = {"parameters": parameters, **optimizer_kwargs}
+    if bounds:
+        optimizer_kwargs["bounds"] = bounds
     exact = dual and _is_exact(model)
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
     sites: Sites | None = None
@@ -207,16 +218,17 @@ def _fit_full_batch(
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
-    best: tuple[float, dict[str, Tensor], Tensor] | None = None
-    for number in range(rounds if chosen else 1):
-        if number:
-            Z = model.choose_inducing_points(strategy.inducing_points.shape[-2])
-            strategy.start_from(Z.reshape(*strategy.inducing_points.shape[:-2], *Z.shape[-2:]))
+    best: tuple[float, dict[str, Tensor]] | None = None
+    batch_shape = strategy.inducing_points.shape[:-2]
+    for _ in range(rounds if chosen else 1):
+        if chosen:
+            Z = model.choose_inducing_points(model.max_inducing, fills_up=True)
+            strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
             sites = None
         _fit_fallback(
             mll,
             closure=ForwardBackwardClosure(objective, parameters),
-            optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
+            optimizer_kwargs=optimizer_kwargs,
             **kwargs,
         )
         mll.train()
@@ -227,13 +239,15 @@ def _fit_full_batch(
         values = {key: p.detach().clone() for key, p in parameters.items()}
         gain = torch.inf if best is None else (best[0] - value) * max(model.num_data, 1)
         if gain > 0:
-            best = value, values, strategy.inducing_points.detach().clone()
+            best = value, values
         if gain < ROUND_TOLERANCE:
             break
     if best is not None:
         for key, value_of in best[1].items():
             parameters[key].data.copy_(value_of)
-        strategy.start_from(best[2])
+        Z = model.choose_inducing_points(model.max_inducing)
+        strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
+        sites = None
     if covers:  # the inputs may be transformed by what was learnt
         with torch.no_grad():
             Z = model.transformed(model.stream.observations).points
@@ -265,14 +279,8 @@ def _fit_minibatches(
 ) -> None:
     data, n = model.stream.observations, model.num_data
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
-    Z = model.variational_strategy.inducing_points
-    if moves and isinstance(Z, torch.nn.Parameter):
-        Z.requires_grad_(True)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
+    parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
+    bounds |= noise_floor(model.likelihood, data.targets)
     most = 500 if options.epochs is None else options.epochs
     per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.

@@ -64,11 +64,12 @@ def load_state(
     if raw is not None:
         _transform_again(draft, *raw)
     _choose_inducing_points(draft, saved, covers)
-    if like is not None:
-        model.to(like)
-    adopt(model, draft)
-    _set_fixed_noise(model)
-    model.note_hyperparameters()
+    with model.guard.reading:
+        if like is not None:
+            model.to(like)
+        adopt(model, draft)
+        _set_fixed_noise(model)
+        model.note_hyperparameters()
 
 
 def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:
@@ -174,6 +175,7 @@ def _raw_observations(draft: DataModel) -> tuple[Tensor, Tensor | None] | None:
         )
     except NotImplementedError:
         warnings.warn(
+            "Outcome transform does not support untransforming: "
             f"{type(transform).__name__} cannot be undone, so the training targets are not "
             "transformed anew (keep_transforms=False).",
             BotorchWarning,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,13 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_one_latent, is_conjugate, output_latents
-from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    output_latents,
+)
+from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
@@ -46,12 +52,15 @@ from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
+    known_noise,
+    note_conditioned,
     train_inputs,
     train_targets,
     untransformed_inputs,
 )
 from seqgp.observations import Observations, check_not_held
-from seqgp.streaming.inducing_points import InducingPointRule
+from seqgp.streaming.guard import Guard, reads, writes
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
@@ -80,6 +89,7 @@ from seqgp.validation import (
     check_Y,
     renamed,
 )
+from seqgp.variational.frozen import frozen
 from seqgp.variational.prior_blocks import mean_and_kernel
 from seqgp.variational.strategy import DualVariationalStrategy
 
@@ -104,10 +114,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     * The posterior is converged at the initial hyperparameters, and again when a prediction finds
       that hyperparameters, noise or the input transform have been set.
-    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
-      loop of your own only the former works: in train mode the model returns its posterior, where
-      an exact GP returns its prior.
-    * Statistics of transforms are those of the first data, also along a stream.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. So
+      does a loop of your own, the latter only for Gaussian observations of which none has been
+      discarded. In train mode the model returns its posterior; other objectives for exact GPs,
+      which expect the prior, raise.
+    * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
+      are those of the first data.
     * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
       so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
@@ -128,8 +140,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         outcome_transform: Applied to the targets. By default a `Standardize` if observations are
             real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
             `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
-            for nothing in any case. Its statistics are those of the training data and stay so.
-            The parameters of a likelihood are on the scale of transformed targets.
+            for nothing in any case. The statistics of the default follow a stream, those of others
+            are of the training data. Parameters of a likelihood are on the scale of transformed
+            targets.
         input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
             at construction.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
@@ -166,6 +179,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     variational_strategy: DualVariationalStrategy
     #: What the stream has left behind, beside the posterior: the memory, and counts.
     stream: StreamState
+    #: Keeps those who read the model in one thread apart from updates in another.
+    guard: Guard
     #: What updates remember unless they are told otherwise.
     memory_options: MemoryOptions
     #: The largest number of inducing points along a stream.
@@ -175,6 +190,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
     fits_inducing_points: bool
+    #: Whether fits and updates may put them elsewhere.
+    changes_inducing_points: bool
     #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
     standardizes_by_default: bool
     #: Inputs that the model has been conditioned on, each ``... x q x d``, as they were given.
@@ -224,13 +241,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 self,
                 parts.inducing_points,
                 num_latents=parts.num_latents,
-                learn_inducing_locations=learn_inducing_points is not False,
+                # Otherwise a buffer, which optimisers leave alone, and which is not counted.
+                learn_inducing_locations=learn_inducing_points is True,
                 batch_shape=parts.batch_shape,
             )
         )
-        if learn_inducing_points is None:
-            # Fits and updates know what to do with them; other optimisers leave them alone.
-            self.variational_strategy.inducing_points.requires_grad_(False)
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
@@ -242,10 +257,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
         self.fits_inducing_points = learn_inducing_points is True
+        self.changes_inducing_points = learn_inducing_points is not False
         self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
-            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
+            self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
+        self.guard = Guard()
         self.stream = StreamState.begin(parts.observations)
         note_classes(self)
         self.to(train_X)
@@ -255,6 +272,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- data
 
     @property
+    @reads
     def train_inputs(self) -> tuple[Tensor]:
         """A copy of the inputs, ``batch_shape [x m] x n x d``, with those that were conditioned on.
 
@@ -269,6 +287,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
+    @reads
     def train_targets(self) -> Tensor:
         """A copy of the transformed targets, ``batch_shape [x m] x n``, as for `train_inputs`.
 
@@ -400,6 +419,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- shapes
 
     @property
+    @reads
     def batch_shape(self) -> torch.Size:
         """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
         shape = self.variational_strategy.batch_shape
@@ -416,6 +436,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return self.variational_strategy.batch_shape
 
     get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
+
+    def _transform_tensor_args(
+        self, X: Tensor, Y: Tensor, Yvar: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # BoTorch's name for data ``... x n x m`` as `train_inputs` and `train_targets` show them.
+        noise = None if Yvar is None else self.to_targets(Yvar)
+        return self.repeated_for_outputs(X), self.to_targets(Y), noise
 
     @property
     def num_columns(self) -> int:
@@ -560,6 +587,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """The prior at transformed inputs ``... x n x d``."""
         return MultivariateNormal(self.mean_module(X), self.covar_module(X))
 
+    @reads
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
@@ -574,8 +602,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         if self.training:
             inputs = self.transform_inputs(self.shared_by_outputs(inputs))
-        f = super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
-        return TrainingMarginals.of(f) if self.training and not prior else f
+        inputs = self.with_outputs(inputs)
+        f = super().__call__(inputs, prior=prior, **kwargs)
+        if prior or not self.training:
+            return f
+        exact = partial(super().__call__, inputs, prior=True) if self._is_exact() else None
+        return TrainingMarginals.of(f, exact)
+
+    def _is_exact(self) -> bool:
+        """Whether the model holds Gaussian observations, and has never learnt others."""
+        stream, strategy = self.stream, self.variational_strategy
+        plain = stream.observations.coefficients is None and stream.num_seen == self.num_data
+        known = strategy.is_fantasy or strategy.has_summary
+        return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
@@ -585,6 +624,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Set eval mode."""
         return self.train(False)
 
+    @reads
     def posterior(  # type: ignore[override]
         self,
         X: Tensor,
@@ -662,10 +702,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                     f"{type(self.likelihood).__name__}; pass True."
                 )
             posterior = ObservationPosterior(
-                latent, likelihood, arguments, not has_one_latent(likelihood)
+                latent, frozen(likelihood), arguments, not has_one_latent(likelihood)
             )
         if hasattr(self, "outcome_transform"):
-            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+            posterior = frozen(self.outcome_transform).untransform_posterior(posterior, X=X)
         if posterior_transform is not None:
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
@@ -693,9 +733,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _mean_noise(self) -> Tensor:
         """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
-        noise = self.stream.observations.arguments.get("noise")
-        if noise is None or noise.shape[-1] == 0:
-            noise = self.likelihood.noise_covar.noise
+        noise = known_noise(self)
         if noise.shape[-1] == 0:
             raise ValueError(
                 "noise: without observations that of new ones is not known; pass its variances, "
@@ -739,14 +777,20 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return Z
 
     @torch.no_grad()
-    def choose_inducing_points(self, number: int) -> Tensor:
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
 
         Args:
-            number: How many; fewer if there are fewer inputs.
+            number: How many; fewer if there are fewer inputs, or if others would add nothing.
+            fills_up: Whether to add other inputs in the latter case.
         """
-        X = self.transform_train_inputs(self.stream.observations.points)
-        return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
+        held = self.stream.observations
+        X = self.transform_train_inputs(held.points)
+        if held.coefficients is not None and X.dim() == 2:
+            X = distinct(X)[0]
+        return choose_inducing_points(
+            X, number, self.covar_module, self.inducing_point_allocator, fills_up
+        )
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""
@@ -757,6 +801,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
 
     @torch.no_grad()
+    @reads
     def refresh(
         self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
     ) -> Tensor:
@@ -854,10 +899,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return loss(self, mll)
 
+    @writes
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.models.fit.fit` for the options."""
         return fit(self, mll, **kwargs)
 
+    @writes
     def set_train_data(
         self, inputs: Tensor | None = None, targets: Tensor | None = None, strict: bool = True
     ) -> None:
@@ -899,6 +946,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- streaming
 
+    @writes
     def update(
         self,
         X: Tensor,
@@ -991,9 +1039,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
-        record = update(self, X, Y, noise, arguments, mode, options)
-        self.note_hyperparameters()
-        return record
+        return update(self, X, Y, noise, arguments, mode, options)
 
     def update_stream(
         self,
@@ -1032,6 +1078,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return update_stream(self.update, stream, callback, progress, options)
 
+    @writes
     def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
         """Remove observations that the model has learnt.
 
@@ -1067,9 +1114,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             True
         """
         forget(self, self.checked(X, Y, noise, arguments))
-        self.note_hyperparameters()
 
     @property
+    @reads
     def memory(self) -> Remembered:
         """The observations that the model holds as they are, and their leverage; copies.
 
@@ -1079,6 +1126,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         _, leverage = sites_and_leverage(self, self.transformed(held))
         return Remembered(held.inputs.clone(), held.targets.clone(), leverage)
 
+    @reads
     def leverage(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any
     ) -> Tensor:
@@ -1097,6 +1145,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return sites_and_leverage(self, data)[1]
 
     @torch.no_grad()
+    @reads
     def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
         """Log predictive density of observations.
 
@@ -1143,6 +1192,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inverse = affine(self.outcome_transform)
         return None if inverse is None else self.to_targets(inverse.scale.log())
 
+    @reads
     def hyperparameter_values(self) -> dict[str, Tensor]:
         """Copies of all parameters that can be learnt, but for inducing points, by name."""
         return {
@@ -1161,6 +1211,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             if name in values:
                 parameter.data.copy_(values[name])
 
+    @reads
     def constrained_hyperparameters(self) -> dict[str, Tensor]:
         """All hyperparameters by name, with their constraints applied."""
         named: Any = super().named_parameters_and_constraints  # GPyTorch ships no types
@@ -1176,6 +1227,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- conditioning
 
+    @reads
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> SequentialGP:
@@ -1225,9 +1277,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             model: SequentialGP = self.variational_strategy.get_fantasy_model(
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
-        model.conditioned_inputs = (*self.conditioned_inputs, X.detach())
+        note_conditioned(model, X, kwargs.get("noise"))
+        self.guard.sharers.add(model)
         return model
 
+    @reads
     def fantasize(
         self,
         X: Tensor,
@@ -1283,6 +1337,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 kwargs["noise"] = observation_noise.expand(Y.shape[1:])
             return self.condition_on_observations(X, Y, **kwargs)
 
+    @reads
     def get_fantasy_model(self, inputs: Tensor, targets: Tensor, **kwargs: Any) -> SequentialGP:
         """`condition_on_observations` with GPyTorch's names; `ModelListGP` calls it.
 
@@ -1296,7 +1351,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs
         )
-        model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
+        note_conditioned(model, inputs, kwargs.get("noise"))
+        self.guard.sharers.add(model)
         return model
 
     # ---------------------------------------------------------------- housekeeping
@@ -1311,6 +1367,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return {**super().construct_inputs(training_data), **kwargs}
 
+    @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:
         """A copy of the model, of some of the outputs.
 
@@ -1333,6 +1390,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model.note_hyperparameters()
         return model
 
+    @writes
     def load_state_dict(  # type: ignore[override]
         self,
         state_dict: Mapping[str, Any],
@@ -1367,22 +1425,47 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         load_state(self, state_dict, strict, keep_transforms, assign)
 
-    def _unshare(self) -> None:
-        """Copies of what a fantasy shares with its parent, before they are converted."""
+    def unshare(self, memo: dict[int, Any] | None = None) -> None:
+        """Make copies of what a fantasy shares with its parent, before either is changed.
+
+        Args:
+            memo: As for `copy.deepcopy`; models that are given the same one share the copies.
+        """
+        memo = {} if memo is None else memo
         strategy, likelihood = self.variational_strategy, self.likelihood
-        for name, module in list(self.named_children()):
-            if module is not strategy:
-                setattr(self, name, copy.deepcopy(module))
-        for name, parameter in list(strategy.named_parameters(recurse=False)):
-            setattr(strategy, name, copy.deepcopy(parameter))
-        strategy.replace_likelihood(likelihood, self.likelihood)
+        with strategy.keeping_state():
+            for name, module in list(self.named_children()):
+                if module is not strategy:
+                    setattr(self, name, copy.deepcopy(module, memo))
+            for name, parameter in list(strategy.named_parameters(recurse=False)):
+                setattr(strategy, name, copy.deepcopy(parameter, memo))
+            strategy.replace_likelihood(likelihood, self.likelihood)
+
+    @reads
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Hyperparameters, transforms and posterior, as tensors by name.
+
+        Args:
+            args: As for any module.
+            kwargs: As for any module.
+        """
+        return super().state_dict(*args, **kwargs)
+
+    @reads
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequentialGP:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if copied.variational_strategy.is_fantasy:
+            copied.guard.sharers.add(copied)  # if its parent is copied along with it
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
         probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
         if converts and self.variational_strategy.is_fantasy:
-            self._unshare()
+            self.unshare()
         self.stream = self.stream.to(fn)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)

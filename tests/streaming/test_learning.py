@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, LaplaceLikelihood
 
 from seqgp import SequentialGP
-from seqgp.streaming.learning import decide, is_better, leave_one_out
+from seqgp.streaming.learning import decide, is_better, learnable, leave_one_out
 from tests.streaming.test_update import make_data, make_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -57,6 +57,14 @@ def test_leave_one_out(name: str) -> None:
         torch.testing.assert_close(found[i], expected[0], atol=tolerance, rtol=0)
 
 
+def test_noise_has_a_floor_while_it_is_learnt() -> None:
+    X = torch.linspace(0, 1, 9).unsqueeze(-1)
+    model = SequentialGP(X, X, likelihood=LaplaceLikelihood(), outcome_transform=None)
+    lower, _ = learnable(model, moves_Z=False)[2]["likelihood.raw_noise"]
+    model.likelihood.raw_noise.data.fill_(lower)
+    assert model.likelihood.noise.item() == pytest.approx(1e-4 * X.var().item(), rel=1e-5)
+
+
 def test_chance_is_no_improvement() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(300, 2, 200, generator=generator)
@@ -88,6 +96,19 @@ def test_a_smooth_beginning_does_not_fix_the_noise() -> None:
     assert error(model, X, f) < 0.1
     scale = model.outcome_transform.stdvs.item()
     assert model.likelihood.noise.item() ** 0.5 * scale == pytest.approx(0.3, rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_fast_function_is_not_passed_off_as_noise() -> None:
+    """Few inducing points favour long lengthscales, which need few: learning has more of them."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    Y = torch.sin(40 * X) + 0.1 * noise
+    model = SequentialGP(X[:100], Y[:100])
+    for x, y in zip(X[100:].split(50), Y[100:].split(50), strict=True):
+        model.update(x, y)
+    assert (model.posterior(X).mean - torch.sin(40 * X)).square().mean().sqrt() < 0.06
+    assert model.likelihood.noise.sqrt() * model.outcome_transform.stdvs < 0.15
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from gpytorch.constraints import GreaterThan, Interval, Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.priors import Prior
 from torch import Tensor
-from torch.distributions import Gamma, Normal
+from torch.distributions import Gamma, Normal, constraints
 
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood, normal_nodes, normal_weights
 
@@ -121,6 +121,16 @@ class CensoredNormal(Normal):
         super().__init__(loc, scale, validate_args=False)
         self.side, self.width = side, width
 
+    @property
+    def support(self) -> constraints.Constraint:
+        """All real numbers. Asked for when data are checked, so that arguments are checked, too."""
+        side, width = self.side, self.width
+        if side is not None and not ((side == 0) | (side == 1) | (side == -1)).all():
+            raise ValueError("side: expected -1 (below), 0 (exact) or 1 (above).")
+        if width is not None and not (width >= 0).all():
+            raise ValueError("width: expected numbers that are not negative.")
+        return constraints.real
+
     def log_prob(self, value: Tensor) -> Tensor:
         """The log density of exact observations, and the log probability of the others."""
         z = (value - self.loc) / self.scale
@@ -130,7 +140,7 @@ class CensoredNormal(Normal):
             tail = torch.special.log_ndtr(-side * z)
             log_prob = torch.where(side == 0, log_prob, tail)
         if self.width is not None:
-            width = torch.as_tensor(self.width, dtype=z.dtype, device=z.device)
+            width = self.width.to(z)
             gap = torch.where(width > 0, width, 1.0) / self.scale
             log_prob = torch.where(width > 0, log_normal_interval(z, z + gap), log_prob)
         return log_prob
@@ -217,10 +227,6 @@ class CensoredGaussianLikelihood(OneDimensionalLikelihood):
         **kwargs: Any,
     ) -> CensoredNormal:
         """The distribution of observations given latent values ``... x n``."""
-        if side is not None and not ((side == 0) | (side == 1) | (side == -1)).all():
-            raise ValueError("side: expected -1 (below), 0 (exact) or 1 (above).")
-        if width is not None and not (torch.as_tensor(width) >= 0).all():
-            raise ValueError("width: expected numbers that are not negative.")
         scale = self.noise.sqrt().expand_as(function_samples)
         return CensoredNormal(function_samples, scale, side, width)
 

@@ -31,6 +31,11 @@ class HeteroscedasticGaussianLikelihood(Likelihood):
     that acquisition functions see one output. With ``observation_noise=True`` it is over
     observations, whose variance is that of :math:`f` plus the expected noise :math:`E[e^g]`.
 
+    Attributes:
+        num_features: The number of latent functions.
+        output_latents: Which of them are outputs of a model.
+        initial_means: Constants that their default means begin with.
+
     Example:
         >>> from seqgp import SequentialGP
         >>> X = torch.linspace(0, 1, 40, dtype=torch.double).unsqueeze(-1)
@@ -44,14 +49,11 @@ class HeteroscedasticGaussianLikelihood(Likelihood):
         True
     """
 
-    #: The number of latent functions.
     num_features = 2
-    #: Which of them are outputs of a model: what ``posterior(X)`` is over.
     output_latents = (0,)
     #: Observations can be standardised: nothing here is on their scale.
     observes_real_numbers = True
-    #: Constants that their default means begin with: a noise variance of .14.
-    initial_means = (0.0, -2.0)
+    initial_means = (0.0, -2.0)  # a noise variance of .14
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Normal:
         """The distribution of observations given latent values ``... x n x 2``."""

@@ -69,7 +69,7 @@ class Parts(NamedTuple):
         has_output_dim: Whether the last batch dimension is that of the outputs.
         input_transform: The input transform, whose statistics are frozen.
         outcome_transform: The outcome transform, which has learnt its statistics.
-        standardizes_by_default: Whether it is the default one.
+        standardizes_by_default: Whether it is the default one, which updates adapt.
     """
 
     observations: Observations
@@ -209,7 +209,8 @@ def assemble(
         m > 1,
         None if input_transform is None else frozen(input_transform),
         outcomes,
-        is_default and outcomes is not None,
+        # Other latents than the mean (a log variance) have units that updates do not convert.
+        is_default and outcomes is not None and latents is None,
     )
 
 

@@ -31,7 +31,7 @@ from tests.models.helpers import assert_same, data, gaussian_likelihood
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-REAL = {"gaussian", "fixed_noise", "student_t", "laplace"}
+REAL = {"gaussian", "fixed_noise", "student_t", "laplace", "heteroscedastic"}
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "one": ((), 1),
     "outputs": ((), 2),

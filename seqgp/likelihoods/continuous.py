@@ -122,7 +122,7 @@ class CensoredNormal(Normal):
         self.side, self.width = side, width
 
     @property
-    def support(self) -> constraints.Constraint:
+    def support(self) -> Any:  # type: ignore[override]
         """All real numbers. Asked for when data are checked, so that arguments are checked, too."""
         side, width = self.side, self.width
         if side is not None and not ((side == 0) | (side == 1) | (side == -1)).all():

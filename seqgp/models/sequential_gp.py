@@ -37,7 +37,12 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    output_latents,
+)
 from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
@@ -687,9 +692,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
+            elif not noisy:
+                f = _outputs_of(f, output_latents(likelihood))
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
-        if noisy and not is_conjugate(self.likelihood):
+        if noisy and not is_conjugate(likelihood):
             if isinstance(observation_noise, Tensor):
                 raise ValueError(
                     "observation_noise: noise variances are for Gaussian likelihoods, this is a "
@@ -1073,7 +1080,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return update_stream(self.update, stream, callback, progress, options)
 
     @writes
-    def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
+    def forget(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        noise: Tensor | None = None,
+        fade: Tensor | None = None,
+        **arguments: Any,
+    ) -> None:
         """Remove observations that the model has learnt.
 
         Observations in the memory are removed exactly. Others are taken out of the summary with
@@ -1092,6 +1106,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
+            fade: ``n'``, how much each observation still counts: the product of all discounts since
+                it was learnt. Needed in streams with a ``discount``, for observations that are no
+                longer in the memory.
             arguments: Per-point arguments of the likelihood.
 
         Example:
@@ -1107,7 +1124,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        forget(self, self.checked(X, Y, noise, arguments))
+        known = self.checked(X, Y, noise, arguments)
+        if fade is not None:
+            check_tensor(fade, "fade")
+            in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
+            if not in_range:
+                raise ValueError(
+                    f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
+                )
+        forget(self, known, fade)
 
     @property
     @reads
@@ -1470,6 +1495,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
+
+
+def _outputs_of(f: MultivariateNormal, indices: tuple[int, ...] | None) -> MultivariateNormal:
+    """Those of several independent latents that are outputs; all of them by default."""
+    if indices is None:
+        return f
+    if len(indices) == 1:
+        return _one_latent(f, indices[0])
+    parts = [_one_latent(f, index) for index in indices]
+    return MultitaskMultivariateNormal.from_independent_mvns(parts)
+
+
+def _one_latent(f: MultivariateNormal, index: int) -> MultivariateNormal:
+    """One of several independent latents."""
+    blocks = f.lazy_covariance_matrix.base_linear_op  # ... x c x n x n
+    return MultivariateNormal(f.mean[..., index], blocks[..., index, :, :])
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

@@ -37,7 +37,12 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    output_latents,
+)
 from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
@@ -686,9 +691,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
+            elif not noisy:
+                f = _outputs_of(f, output_latents(likelihood))
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
-        if noisy and not is_conjugate(self.likelihood):
+        if noisy and not is_conjugate(likelihood):
             if isinstance(observation_noise, Tensor):
                 raise ValueError(
                     "observation_noise: noise variances are for Gaussian likelihoods, this is a "
@@ -1469,6 +1476,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
+
+
+def _outputs_of(f: MultivariateNormal, indices: tuple[int, ...] | None) -> MultivariateNormal:
+    """Those of several independent latents that are outputs; all of them by default."""
+    if indices is None:
+        return f
+    if len(indices) == 1:
+        return _one_latent(f, indices[0])
+    parts = [_one_latent(f, index) for index in indices]
+    return MultitaskMultivariateNormal.from_independent_mvns(parts)
+
+
+def _one_latent(f: MultivariateNormal, index: int) -> MultivariateNormal:
+    """One of several independent latents."""
+    blocks = f.lazy_covariance_matrix.base_linear_op  # ... x c x n x n
+    return MultivariateNormal(f.mean[..., index], blocks[..., index, :, :])
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

@@ -545,7 +545,9 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
         coefficients = known.coefficients.unsqueeze(-2)
         same = same & (held.coefficients.unsqueeze(-3) == coefficients).all(-1)
     theirs = known.targets.unsqueeze(-1).to(held.targets)
-    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
+    ours = held.targets.unsqueeze(-2)
+    # `isclose(equal_nan=True)` does not broadcast in torch 2.4.
+    equal = (ours == theirs) | (ours.isnan() & theirs.isnan())
     same = _all_of_batch(same) & _all_of_batch(equal)
     taken: set[int] = set()
     result: list[int | None] = []

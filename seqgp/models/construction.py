@@ -30,7 +30,12 @@ from gpytorch.means import ConstantMean, Mean
 from gpytorch.priors import NormalPrior
 from torch import Tensor
 
-from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
+from seqgp.likelihoods.traits import (
+    has_one_latent,
+    is_conjugate,
+    is_real_valued,
+    output_latents,
+)
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
@@ -64,7 +69,7 @@ class Parts(NamedTuple):
         has_output_dim: Whether the last batch dimension is that of the outputs.
         input_transform: The input transform, whose statistics are frozen.
         outcome_transform: The outcome transform, which has learnt its statistics.
-        standardizes_by_default: Whether it is the default one.
+        standardizes_by_default: Whether it is the default one, which updates adapt.
     """
 
     observations: Observations
@@ -156,15 +161,19 @@ def assemble(
     if noise is not None:
         arguments["noise"] = noise
     latents = _num_latents(likelihood, train_Y)
-    if num_outputs not in (None, latents or m):
+    seen = output_latents(likelihood)
+    outputs = latents or m if seen is None else len(seen)
+    if num_outputs not in (None, outputs):
         raise ValueError(
-            f"num_outputs: expected {latents or m}, one for each column of train_Y or each latent "
+            f"num_outputs: expected {outputs}, one for each column of train_Y or each latent "
             f"function of the likelihood, got {num_outputs}; leave it out."
         )
     # Modules are shared by the latents: batches have a dimension of size 1 for these.
     module_shape = aug_batch_shape
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
+    if latents is not None and seen is not None:  # functions of different kinds
+        module_shape = torch.Size([*batch_shape, latents])
     observations = _observations(
         observed_X,
         Y,
@@ -195,12 +204,13 @@ def assemble(
         mean_module,
         Z,
         latents,
-        m if latents is None else latents,
+        outputs,
         aug_batch_shape,
         m > 1,
         None if input_transform is None else frozen(input_transform),
         outcomes,
-        is_default and outcomes is not None,
+        # Other latents than the mean (a log variance) have units that updates do not convert.
+        is_default and outcomes is not None and latents is None,
     )
 
 
@@ -214,7 +224,11 @@ def default_mean(likelihood: Likelihood | None, batch_shape: torch.Size) -> Cons
         batch_shape: Of the mean.
     """
     prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
-    return ConstantMean(constant_prior=prior, batch_shape=batch_shape)
+    mean = ConstantMean(constant_prior=prior, batch_shape=batch_shape)
+    initial = getattr(likelihood, "initial_means", None)
+    if initial is not None:
+        mean.initialize(constant=torch.tensor(initial).expand(batch_shape).clone())
+    return mean
 
 
 def _no_observations(

@@ -68,6 +68,10 @@ class DataModel(StreamModel, Protocol):
         """The state of the model."""
         ...
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """All modules in it."""
+        ...
+
     def children(self) -> Iterator[torch.nn.Module]:
         """The modules that it consists of."""
         ...

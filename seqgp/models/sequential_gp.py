@@ -16,7 +16,7 @@ from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.models.utils import gpt_posterior_settings
+from botorch.models.utils import add_output_dim, gpt_posterior_settings
 from botorch.models.utils.assorted import fantasize as fantasize_flag
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import GPyTorchPosterior, Posterior
@@ -37,7 +37,12 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    output_latents,
+)
 from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
@@ -587,7 +592,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them. In eval
+                mode, if there are several outputs, ``... x m x n x d`` or ``... x 1 x n x d``.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -596,8 +602,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
-        inputs = self.with_outputs(inputs)
+            inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
             return f
@@ -679,16 +684,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.eval()
         X = self._predicted_at(X)
         with gpt_posterior_settings():
-            f = self(X)
+            # Which raises if batch shapes do not fit.
+            f = self(add_output_dim(X, self.batch_shape)[0] if self.has_output_dim else X)
             noisy = observation_noise is not False
             likelihood = self.likelihood
             if noisy and is_conjugate(likelihood):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
+            elif not noisy:
+                f = _outputs_of(f, output_latents(likelihood))
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
-        if noisy and not is_conjugate(self.likelihood):
+        if noisy and not is_conjugate(likelihood):
             if isinstance(observation_noise, Tensor):
                 raise ValueError(
                     "observation_noise: noise variances are for Gaussian likelihoods, this is a "
@@ -1072,7 +1080,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return update_stream(self.update, stream, callback, progress, options)
 
     @writes
-    def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
+    def forget(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        noise: Tensor | None = None,
+        fade: Tensor | None = None,
+        **arguments: Any,
+    ) -> None:
         """Remove observations that the model has learnt.
 
         Observations in the memory are removed exactly. Others are taken out of the summary with
@@ -1091,6 +1106,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
+            fade: ``n'``, how much each observation still counts: the product of all discounts since
+                it was learnt. Needed in streams with a ``discount``, for observations that are no
+                longer in the memory.
             arguments: Per-point arguments of the likelihood.
 
         Example:
@@ -1106,7 +1124,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        forget(self, self.checked(X, Y, noise, arguments))
+        known = self.checked(X, Y, noise, arguments)
+        if fade is not None:
+            check_tensor(fade, "fade")
+            in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
+            if not in_range:
+                raise ValueError(
+                    f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
+                )
+        forget(self, known, fade)
 
     @property
     @reads
@@ -1156,7 +1182,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self._observed_at(X))
+        f = self.eval()(self.with_outputs(self._observed_at(X)))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -1469,6 +1495,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
+
+
+def _outputs_of(f: MultivariateNormal, indices: tuple[int, ...] | None) -> MultivariateNormal:
+    """Those of several independent latents that are outputs; all of them by default."""
+    if indices is None:
+        return f
+    if len(indices) == 1:
+        return _one_latent(f, indices[0])
+    parts = [_one_latent(f, index) for index in indices]
+    return MultitaskMultivariateNormal.from_independent_mvns(parts)
+
+
+def _one_latent(f: MultivariateNormal, index: int) -> MultivariateNormal:
+    """One of several independent latents."""
+    blocks = f.lazy_covariance_matrix.base_linear_op  # ... x c x n x n
+    return MultivariateNormal(f.mean[..., index], blocks[..., index, :, :])
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

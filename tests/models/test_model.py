@@ -101,7 +101,7 @@ def test_posterior_follows_the_prior(outputs: int, in_place: bool) -> None:
 @all_likelihoods
 @pytest.mark.parametrize("shape", [(5, 2), (1, 2), (4, 3, 2), (2, 4, 3, 2)], ids=str)
 def test_shapes(name: str, shape: tuple[int, ...]) -> None:
-    model, X, c = data(name).model(), make_inputs(*shape), CASES[name].num_latents or 1
+    model, X, c = data(name).model(), make_inputs(*shape), CASES[name].num_outputs
     latent = model.posterior(X)
     assert latent.mean.shape == latent.variance.shape == (*shape[:-1], c)
     assert latent.rsample(torch.Size([7])).shape == (7, *shape[:-1], c)

@@ -30,6 +30,8 @@ BENCHMARKS = {
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "defaults": Entry("six streams with nothing but defaults, against rivals and refits", "folds"),
+    "small_batches": Entry("thousands of updates with a few labels, against one fit", "seeds"),
+    "drift": Entry("streams that change: predict, then learn, against river's learners", "seeds"),
     "banana": Entry("two crescents in four batches: conditioning and learning, a figure", "seeds"),
     "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
     "magnetic": Entry("a field mapped by a robot as it drives, against rivals", "seeds"),

@@ -26,6 +26,7 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator.utils.getitem import _noop_index
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import _IncompatibleKeys
 
 import seqgp
 
@@ -46,6 +47,7 @@ PRIVATE = {
     "gpytorch.variational._variational_strategy._VariationalStrategy": "base class of strategies",
     "linear_operator.utils.getitem._noop_index": "what `_getitem` of an operator is called with",
     "torch.nn.modules.batchnorm._BatchNorm": "base class of all batch normalisations",
+    "torch.nn.modules.module._IncompatibleKeys": "what `load_state_dict` returns",
     "torch.nn.modules.dropout._DropoutNd": "base class of all dropouts",
 }
 
@@ -168,3 +170,10 @@ def test_batchnorm() -> None:
 def test_dropoutnd() -> None:
     assert isinstance(torch.nn.Dropout(), _DropoutNd)
     assert isinstance(torch.nn.Dropout1d(), _DropoutNd)
+
+
+def test_incompatiblekeys() -> None:
+    layer = torch.nn.Linear(1, 1)
+    keys = layer.load_state_dict({"weight": torch.ones(1, 1), "more": torch.ones(1)}, strict=False)
+    assert isinstance(keys, _IncompatibleKeys)
+    assert keys == _IncompatibleKeys(["bias"], ["more"])

@@ -1079,7 +1079,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return update_stream(self.update, stream, callback, progress, options)
 
     @writes
-    def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
+    def forget(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        noise: Tensor | None = None,
+        fade: Tensor | None = None,
+        **arguments: Any,
+    ) -> None:
         """Remove observations that the model has learnt.
 
         Observations in the memory are removed exactly. Others are taken out of the summary with
@@ -1098,6 +1105,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
+            fade: ``n'``, how much each observation still counts: the product of all discounts since
+                it was learnt. Needed in streams with a ``discount``, for observations that are no
+                longer in the memory.
             arguments: Per-point arguments of the likelihood.
 
         Example:
@@ -1113,7 +1123,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        forget(self, self.checked(X, Y, noise, arguments))
+        known = self.checked(X, Y, noise, arguments)
+        if fade is not None:
+            check_tensor(fade, "fade")
+            in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
+            if not in_range:
+                raise ValueError(
+                    f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
+                )
+        forget(self, known, fade)
 
     @property
     @reads

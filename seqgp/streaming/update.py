@@ -228,7 +228,9 @@ def _learn(
             own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)
+    # From scratch only when hyperparameters are learnt: otherwise a few more are all that it takes.
+    anew = decision.learn or options.learn is False
+    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
     learned = rule.learn(
         model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
     )
@@ -317,6 +319,7 @@ def _choose_inducing_points(
     inducing: InducingPointRule,
     max_points: int | None,
     rule: UpdateRule,
+    anew: bool = True,
 ) -> None:
     """Put inducing points where the rule wants them.
 
@@ -334,15 +337,16 @@ def _choose_inducing_points(
         return
     stream = model.stream
     data, represents, precision, J = _weighted_inputs(model)
+    limit = _limit(model) if max_points is None else max_points
     candidates = Candidates(
         _first_of_batch(data.points.detach()),
         represents,
         precision,
         num_new * J,
         stream.num_seen,
-        not strategy.has_summary and not model.keeps_inducing_points,
+        (anew or Z.shape[-2] > limit) and not (strategy.has_summary or model.keeps_inducing_points),
         model.covar_module,
-        _limit(model) if max_points is None else max_points,
+        limit,
         allocator,
         stream.num_updates,
     )
@@ -470,12 +474,13 @@ def update_stream(
     return records
 
 
-def forget(model: StreamModel, known: Observations) -> None:
+def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) -> None:
     """Remove observations; `SequentialGP.forget` has the documentation.
 
     Args:
         model: The model. It is changed as a whole, when all is done, or not at all.
         known: The observations, as the model stores them.
+        fade: ``n'``, how much each of them still counts, if it is no longer remembered.
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
@@ -486,9 +491,18 @@ def forget(model: StreamModel, known: Observations) -> None:
     rest = [k for k, i in enumerate(matches) if i is None]
     if rest:
         index = torch.tensor(rest, device=held.inputs.device)
+        if fade is None and draft.stream.fades:
+            raise ValueError(
+                f"X: {len(rest)} of these observations are no longer in the memory, and what has "
+                "been folded has faded since. How much of them is left is not known here: pass "
+                "fade=, the product of all discounts since each was learnt."
+            )
+        gone = draft.transformed(known.select(index))
+        if fade is not None:
+            gone = replace(gone, weights=fade.to(held.inputs)[index])
         with renamed(inputs="X", targets="Y"):
             draft.variational_strategy.unfold(
-                draft.transformed(known.select(index)),
+                gone,
                 likelihood=draft.likelihood,
                 unseen=unseen_classes(draft),
             )
@@ -531,7 +545,9 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
         coefficients = known.coefficients.unsqueeze(-2)
         same = same & (held.coefficients.unsqueeze(-3) == coefficients).all(-1)
     theirs = known.targets.unsqueeze(-1).to(held.targets)
-    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
+    ours = held.targets.unsqueeze(-2)
+    # `isclose(equal_nan=True)` does not broadcast in torch 2.4.
+    equal = (ours == theirs) | (ours.isnan() & theirs.isnan())
     same = _all_of_batch(same) & _all_of_batch(equal)
     taken: set[int] = set()
     result: list[int | None] = []

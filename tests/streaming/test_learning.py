@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, LaplaceLikelihood
 
-from seqgp import SequentialGP
+from benchmarks.small_batches import labels
+from seqgp import DualELBO, SequentialGP
 from seqgp.streaming.learning import decide, is_better, learnable, leave_one_out
 from tests.streaming.test_update import make_data, make_model
 
@@ -139,6 +141,23 @@ def test_labels_of_one_kind_and_then_the_other() -> None:
         model.update(x, y)
     probability = model.posterior(X, observation_noise=True).mean
     assert ((probability > 0.5) == (Y > 0.5)).double().mean() > 0.98
+
+
+@pytest.mark.slow
+def test_many_batches_of_three_labels_are_as_good_as_all_at_once() -> None:
+    """`python -m benchmarks small_batches` has 2,000 of them."""
+    X, Y = labels(30 + 3 * 150 + 1000, seed=1)
+    train, test = slice(0, 480), slice(480, None)
+    stream = SequentialGP(X[:30], Y[:30], likelihood=BernoulliLikelihood())
+    for part in torch.arange(30, 480).split(3):
+        stream.update(X[part], Y[part])
+    offline = SequentialGP(X[train], Y[train], likelihood=BernoulliLikelihood())
+    fit_gpytorch_mll(DualELBO(offline.likelihood, offline))
+    ours, theirs = (
+        -model.log_predictive_density(X[test], Y[test].squeeze(-1)).mean()
+        for model in (stream, offline)
+    )
+    assert ours < 1.05 * theirs
 
 
 def test_nothing_new_changes_nothing() -> None:

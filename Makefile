@@ -6,8 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
-# With progress bars on a terminal, and the name of each package elsewhere.
-PIP := $(BIN)/pip --disable-pip-version-check install --constraint constraints.txt
+# With progress bars on a terminal, and the name of each package elsewhere. What is imported is
+# compiled when it is imported first, which is a small part of what is installed.
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 WORKERS ?= 2
 
 .PHONY: setup demo test quick lint types docs wheel sdist clean
@@ -17,8 +18,8 @@ setup: $(READY)
 $(READY_DEMO): pyproject.toml constraints.txt
 	@echo "Installing PyTorch and what the demo needs into $(VENV): a minute, or a few on a slow line."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch setuptools
-	$(PIP) --no-build-isolation --editable ".[tutorials]"
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable ".[demo]"
 	touch $@
 
 $(READY): $(READY_DEMO)

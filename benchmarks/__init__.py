@@ -26,10 +26,12 @@ BENCHMARKS = {
     "core": Entry(
         "one natural-gradient step: speed against bare tensors, memory as n grows", "seeds"
     ),
-    "fantasies": Entry("fantasies: speed against OVC and bare tensors, errors", "seeds"),
+    "fantasies": Entry("speed and errors of fantasies, against OVC and bare tensors", "seeds"),
     "fit": Entry("fitting a data set: bound and time against SingleTaskVariationalGP", "seeds"),
     "uci": Entry("six streams: predictions against rivals, offline learning, the paper", "folds"),
     "defaults": Entry("six streams with nothing but defaults, against rivals and refits", "folds"),
+    "small_batches": Entry("thousands of updates with a few labels, against one fit", "seeds"),
+    "drift": Entry("streams that change: predict, then learn, against river's learners", "seeds"),
     "banana": Entry("two crescents in four batches: conditioning and learning, a figure", "seeds"),
     "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
     "magnetic": Entry("a field mapped by a robot as it drives, against rivals", "seeds"),
@@ -44,6 +46,7 @@ BENCHMARKS = {
     "splitmnist": Entry(
         "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
     ),
+    "cuda": Entry("everything on a GPU: results and times, compared with the CPU", "seeds"),
     "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

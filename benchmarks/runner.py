@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -21,6 +20,11 @@ from typing import Any
 import torch
 
 from seqgp.progress import progress_bar
+
+try:
+    import fcntl
+except ImportError:  # Windows, where only one process may measure at a time
+    fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "gpytorch", "botorch", "numpy", "seqgp")
@@ -83,9 +87,7 @@ class Result:
         What other processes have written in the meantime is read first.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _alone(path.parent):
             if path.exists():
                 on_disk = Result.load(path)
                 self.runs, self.units = on_disk.runs, on_disk.units
@@ -93,8 +95,6 @@ class Result:
             partial = path.with_suffix(".part")
             partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
             partial.replace(path)
-        finally:
-            os.close(lock)
 
     def provenance(self) -> str:
         """One line on where the numbers come from: every run that one of them was made in."""
@@ -116,6 +116,20 @@ class Result:
             f"{distinct(str(made['threads']) for made in used)} threads by default, "
             f"{distinct(made['started'][:10] for made in used)}, revision {revisions}; {versions}."
         )
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keep other processes from changing files of a directory, where the system has locks."""
+    if fcntl is None:
+        yield
+        return
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def run(

@@ -47,6 +47,8 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"seqgp {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 
 sphinx_gallery_conf = {

@@ -31,10 +31,16 @@ if TYPE_CHECKING:
     from seqgp.checkpoint import load as load
     from seqgp.checkpoint import save as save
     from seqgp.likelihoods import BinomialLikelihood as BinomialLikelihood
+    from seqgp.likelihoods import CensoredGaussianLikelihood as CensoredGaussianLikelihood
+    from seqgp.likelihoods import GammaLikelihood as GammaLikelihood
+    from seqgp.likelihoods import (
+        HeteroscedasticGaussianLikelihood as HeteroscedasticGaussianLikelihood,
+    )
     from seqgp.likelihoods import OrdinalLikelihood as OrdinalLikelihood
     from seqgp.likelihoods import (
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
+    from seqgp.likelihoods import PsychometricLikelihood as PsychometricLikelihood
     from seqgp.merging import merge as merge
     from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
@@ -44,12 +50,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BinomialLikelihood",
+    "CensoredGaussianLikelihood",
     "DualELBO",
     "DualNGD",
     "DualVariationalStrategy",
+    "GammaLikelihood",
+    "HeteroscedasticGaussianLikelihood",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
     "PreferenceGP",
+    "PsychometricLikelihood",
     "SequentialGP",
     "__version__",
     "load",
@@ -61,11 +71,15 @@ __all__ = [
 #: Names, and the modules that they are imported from.
 _OBJECTS = {
     "BinomialLikelihood": "seqgp.likelihoods",
+    "CensoredGaussianLikelihood": "seqgp.likelihoods",
     "DualELBO": "seqgp.variational",
     "DualNGD": "seqgp.variational",
     "DualVariationalStrategy": "seqgp.variational",
+    "GammaLikelihood": "seqgp.likelihoods",
+    "HeteroscedasticGaussianLikelihood": "seqgp.likelihoods",
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
+    "PsychometricLikelihood": "seqgp.likelihoods",
     "PreferenceGP": "seqgp.models",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",

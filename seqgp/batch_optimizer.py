@@ -31,6 +31,13 @@ from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
+from seqgp.trust_region import (
+    TrustRegion,
+    TrustRegionOptions,
+    is_success,
+    region_bounds,
+    side_weights,
+)
 from seqgp.validation import check_tensor, is_whole
 
 
@@ -71,6 +78,9 @@ class BatchOptimizer(AskTell):
             `BinomialLikelihood`.
         fit_options: Options of L-BFGS for fitting hyperparameters.
         seed: Seed of all random numbers.
+        trust_region: Whether to search in a trust region around the best point, for many inputs
+            (more than ten, say). `TrustRegionOptions` say how it grows and shrinks. See
+            `seqgp.trust_region`. Inputs with levels and those that are fixed keep their range.
         options: Options of `fantasy_batch`, including those of BoTorch's `optimize_acqf` and its
             variants: ``num_restarts``, ``fixed_features={0: 0.5}``, ``inequality_constraints``,
             ``discrete_dims={1: range(6)}`` (the values of an input), ... Initial points respect
@@ -109,6 +119,7 @@ class BatchOptimizer(AskTell):
         make_validity: ModelFactory | None = None,
         fit_options: dict[str, Any] | None = None,
         seed: int = 0,
+        trust_region: bool | TrustRegionOptions = False,
         **options: Any,
     ) -> None:
         super().__init__(bounds, num_initial, refit_every, fit_options, seed, options)
@@ -122,6 +133,8 @@ class BatchOptimizer(AskTell):
         others = {name: value for name, value in options.items() if name != "optimizer"}
         own = inspect.signature(BatchOptimizer).parameters
         check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others, own)
+        if trust_region and ("choices" in options or "discrete_choices" in options):
+            raise ValueError("trust_region: expected a box, not a list of choices.")
         self.maximize = maximize
         self.fantasy, self.separation = fantasy, separation
         self.num_trials = int(num_trials)
@@ -132,6 +145,9 @@ class BatchOptimizer(AskTell):
         self.num_valid = torch.empty(0, dtype=torch.long, device=bounds.device)
         self._objective = RefittedModel(self.make_objective)
         self._validity = RefittedModel(self.make_validity)
+        region = TrustRegionOptions() if trust_region is True else trust_region or None
+        self.trust_region_options = region
+        self.trust_region = None if region is None else TrustRegion(region.length)
 
     # ---------------------------------------------------------------- ask and tell
 
@@ -175,7 +191,7 @@ class BatchOptimizer(AskTell):
         """The result of `ask`. Warnings point at the caller at the given level."""
         options = self._check_request(q, context)
         pending = self._all_pending(X_pending)
-        if len(self.X) < max(self.num_initial, 1):
+        if len(self.X) - self._start < max(self.num_initial, 1):
             return self._initial_points(torch.cat([self.X, pending]), q, options)
         objective, validity = self.objective_model, self.validity_model
         if objective is not None and not self.num_valid.any():
@@ -191,7 +207,7 @@ class BatchOptimizer(AskTell):
             return fantasy_batch(
                 valid_improvement(best_f, self.maximize),
                 models,
-                self.bounds,
+                self._search_bounds(context, options),
                 q,
                 fantasy=self.fantasy,
                 X_pending=pending if len(pending) else None,
@@ -228,9 +244,11 @@ class BatchOptimizer(AskTell):
         )
         # Learn first: if this fails, the state does not change.
         learners = self._learn(*data)
+        before = self._best_of_search()
         self.X, self.Y, self.num_valid = data
         self._objective, self._validity = learners
         self.pending = self._without(self.pending, X)
+        self._move_trust_region(before, len(X))
 
     def run(
         self,
@@ -360,6 +378,7 @@ class BatchOptimizer(AskTell):
             "num_valid": self.num_valid.clone(),
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
+            "trust_region": None if self.trust_region is None else self.trust_region.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,6 +388,12 @@ class BatchOptimizer(AskTell):
             state: The result of `state_dict`.
         """
         X, pending = self._check_state(state)
+        region = state["trust_region"]
+        if (region is None) != (self.trust_region is None):
+            raise ValueError(
+                f"state: saved with{'out' if region is None else ''} a trust region; build it with "
+                "the same options."
+            )
         Y = state["Y"].to(self.bounds)
         num_valid = state["num_valid"].to(self.bounds.device)
         objective, validity = RefittedModel(self.make_objective), RefittedModel(self.make_validity)
@@ -377,6 +402,7 @@ class BatchOptimizer(AskTell):
         validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
         self.X, self.Y, self.num_valid = X, Y, num_valid
         self._objective, self._validity, self.pending = objective, validity, pending
+        self.trust_region = None if region is None else TrustRegion(**region)
 
     # ---------------------------------------------------------------- helpers
 
@@ -408,8 +434,57 @@ class BatchOptimizer(AskTell):
         return ~Y.isnan() if self.learn_from_failures else valid
 
     def _candidates(self) -> Tensor:
-        """Which evaluations can be the incumbent."""
-        return self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
+        """Which evaluations can be the incumbent: of the present search, if there are any."""
+        teaches = self._teaches(self.Y, self.valid)
+        recent = torch.arange(len(self.X), device=self.X.device) >= self._start
+        for counts in (self.valid & recent, teaches & recent, self.valid):
+            if counts.any():
+                return counts
+        return teaches
+
+    # ---------------------------------------------------------------- trust region
+
+    @property
+    def _start(self) -> int:
+        """The number of evaluations before the present search."""
+        return 0 if self.trust_region is None else self.trust_region.start
+
+    def _best_of_search(self) -> Tensor | None:
+        """The best valid value of the present search, ``None`` if there is none."""
+        return best_valid(self.Y[self._start :], self.valid[self._start :], self.maximize)
+
+    def _move_trust_region(self, before: Tensor | None, num_new: int) -> None:
+        """Grow or shrink the trust region after evaluations, unless they were initial ones."""
+        region, options = self.trust_region, self.trust_region_options
+        if region is None or options is None or not num_new:
+            return
+        if len(self.X) - num_new - region.start >= max(self.num_initial, 1):
+            success = is_success(before, self._best_of_search(), self.maximize)
+            d = self.bounds.shape[-1]
+            self.trust_region = region.after(success, num_new, len(self.X), d, options)
+
+    @torch.no_grad()
+    def _search_bounds(self, context: Context | None, options: dict[str, Any]) -> Tensor:
+        """Bounds of the search: the trust region around the incumbent, if there is one.
+
+        As long as nothing is valid, it is around the point that is most probably valid.
+        """
+        if self.trust_region is None:
+            return self.bounds
+        if self.best_f is None:
+            X = self.X[self._start :]
+            centre = X[self.probability_of_validity(X).argmax()]
+        else:
+            centre = self.incumbent_in(context or {})[0]
+        whole = {*(context or {}), *(options.get("fixed_features") or {})}
+        for name in ("discrete_dims", "cat_dims"):
+            whole |= set(options.get(name) or {})
+        for each in options.get("fixed_features_list") or ():
+            whole |= set(each)
+        weights = side_weights(self.objective_model, self.bounds)
+        return region_bounds(centre, self.trust_region.length, weights, self.bounds, whole)
+
+    # ---------------------------------------------------------------- models
 
     def _learn(
         self, X: Tensor, Y: Tensor, num_valid: Tensor

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from seqgp.dual.linalg import broadcast_shapes
-from seqgp.likelihoods.traits import is_conjugate
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate
 
 
 @contextmanager
@@ -541,7 +541,10 @@ def _possible(targets: Tensor, likelihood: Likelihood, **kwargs: Any) -> tuple[A
     elif isinstance(likelihood, BernoulliLikelihood):
         support = constraints.boolean
     else:
-        latent = torch.zeros_like(targets, dtype=torch.get_default_dtype())
+        shape = targets.shape
+        if not has_one_latent(likelihood):
+            shape = torch.Size([*shape, getattr(likelihood, "num_features", 1)])
+        latent = torch.zeros(shape, dtype=torch.get_default_dtype(), device=targets.device)
         try:
             support = likelihood.forward(latent, **kwargs).support
         except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from seqgp import (
     BinomialLikelihood,
+    CensoredGaussianLikelihood,
     DualVariationalStrategy,
+    GammaLikelihood,
+    HeteroscedasticGaussianLikelihood,
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
+    PsychometricLikelihood,
 )
 from seqgp.dual import Convergence
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -118,6 +122,12 @@ class Case(NamedTuple):
     num_latents: int | None = None
     arguments: Callable[[int], dict[str, Any]] = lambda n: {}
 
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs a model has: all latents, or those that the likelihood names."""
+        outputs = getattr(self.make(), "output_latents", None)
+        return (self.num_latents or 1) if outputs is None else len(outputs)
+
     def sample(self, f: Tensor) -> Tensor:
         """Observations of latent values ``... x n [x c]``, the same each time."""
         with torch.no_grad(), torch.random.fork_rng():
@@ -159,11 +169,21 @@ CASES = {
         OverdispersedBinomialLikelihood,
         arguments=lambda n: {"total_count": 2.0 + torch.arange(n) % 4},
     ),
+    "psychometric": Case(lambda: PsychometricLikelihood(0.5, 0.02)),
+    "gamma": Case(lambda: GammaLikelihood().initialize(shape=3.0)),
+    "censored": Case(
+        lambda: CensoredGaussianLikelihood().initialize(noise=0.3),
+        arguments=lambda n: {
+            "side": torch.arange(n) % 3 - 1.0,
+            "width": 0.5 * (torch.arange(n) % 4 == 3),
+        },
+    ),
+    "heteroscedastic": Case(HeteroscedasticGaussianLikelihood, num_latents=2),
     "ordinal": Case(lambda: OrdinalLikelihood(4)),
     "softmax": Case(softmax, num_latents=3),
     "softmax_mixing": Case(lambda: softmax(mixing=True), num_latents=3),
 }
-NOT_LOG_CONCAVE = ["student_t", "beta", "negative_binomial"]
+NOT_LOG_CONCAVE = ["student_t", "beta", "negative_binomial", "psychometric", "heteroscedastic"]
 CONJUGATE = ["gaussian", "fixed_noise"]
 ONE_LATENT = [name for name, case in CASES.items() if case.num_latents is None]
 

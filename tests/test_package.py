@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from packaging.version import Version
 
 import seqgp
 from seqgp import progress
+from tests.oldest_versions import oldest_versions
 
 ROOT = Path(seqgp.__file__).parent
 DECLARED = {"torch", "gpytorch", "botorch", "linear_operator", "numpy", "seqgp"}
@@ -46,6 +50,43 @@ def test_ax_is_imported_by_its_own_package_only() -> None:
     assert "pandas" in (requires("ax-platform") or ())
     known = DECLARED | {"ax", "pandas"} | set(sys.stdlib_module_names)
     assert {(file, name) for file, name in top_level_imports("ax") if name not in known} == set()
+
+
+def test_lower_bounds_are_found() -> None:
+    """Those that a nightly workflow installs. The newest versions satisfy them."""
+    bounds = oldest_versions()
+    assert {"torch", "gpytorch", "botorch", "linear-operator", "ax-platform"} == set(bounds)
+    for name, bound in bounds.items():
+        assert Version(version(name)) >= Version(bound)
+
+
+def test_releases_are_described() -> None:
+    """The citation has the version; so has the changelog, once it is released."""
+    sources = ROOT.parent
+    assert f"version: {seqgp.__version__}\n" in (sources / "CITATION.cff").read_text()
+    changes = (sources / "CHANGELOG.md").read_text()
+    assert f"## [{seqgp.__version__}]" in changes or "## [Unreleased]" in changes
+
+
+def test_workflows() -> None:
+    """They can be read, test all versions of Python that we claim, and name files that exist."""
+    sources = ROOT.parent
+    texts = {p.stem: p.read_text() for p in (sources / ".github" / "workflows").glob("*.yml")}
+    workflows = {name: yaml.safe_load(text) for name, text in texts.items()}
+    assert set(workflows) == {"ci", "nightly", "release"}
+    matrix = workflows["ci"]["jobs"]["matrix"]["strategy"]["matrix"]
+    claimed = re.findall(r"Python :: (3\.\d+)", (sources / "pyproject.toml").read_text())
+    assert matrix["python"] == claimed
+    assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
+    for text in texts.values():
+        for path in re.findall(r"--ignore ([\w/.]+)", text):
+            assert (sources / path).exists(), path
+        for target in re.findall(r"make (\w+)", text):
+            assert f"\n{target}:" in (sources / "Makefile").read_text(), target
+    publish = workflows["release"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}  # trusted publishing, without a token
+    for template in (sources / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(template.read_text())
 
 
 def test_version_and_types() -> None:
@@ -185,7 +226,10 @@ def test_source_distribution_has_everything(unpacked: Path) -> None:
         return {
             path.relative_to(root)
             for path in found
-            if not {"__pycache__", "_build"} & {*path.parts}
+            if not {"__pycache__", "_build", "figures"} & {*path.parts}
+            # Made by Sphinx-Gallery.
+            and not path.is_relative_to(root / "docs" / "tutorials")
+            and path.name != "sg_execution_times.rst"
         }
 
     quick = {path for path in files(ROOT.parent) if path.match("benchmarks/results/*-quick.json")}

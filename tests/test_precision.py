@@ -146,6 +146,9 @@ def test_any_likelihood_at_any_scale(name: str, variance: float) -> None:
     with warnings.catch_warnings():
         # A likelihood whose quadrature is too coarse at such a scale may not converge, and says so.
         warnings.filterwarnings("ignore", "The sites have not converged", NumericalWarning)
+        if name in ("gamma", "heteroscedastic") and variance > 1e3:
+            # Exponentials of such latents span thousands of orders of magnitude.
+            warnings.filterwarnings("ignore", "A not p.d.")
         single, double = (whole_cycle(name, variance, dtype) for dtype in PRECISIONS)
     for a, b in zip(single, double, strict=True):
         assert a.isfinite().all()

@@ -34,6 +34,7 @@ from seqgp.likelihoods.discrete import (
 )
 from seqgp.likelihoods.expectations import expectations
 from seqgp.likelihoods.predictive import log_predictive
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.traits import is_conjugate, observation_noise, precision_floor
 from seqgp.models.posteriors import quantile
 from seqgp.models.sequential_gp import SequentialGP
@@ -205,7 +206,7 @@ def outcomes(
 
 def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
     """The largest possible count or category, or ``None`` if there is none."""
-    if isinstance(likelihood, BernoulliLikelihood):
+    if isinstance(likelihood, BernoulliLikelihood | PsychometricLikelihood):
         return 1
     if isinstance(likelihood, OrdinalLikelihood):
         return likelihood.num_classes - 1

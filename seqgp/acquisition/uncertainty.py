@@ -38,11 +38,14 @@ from scipy import special  # a dependency of BoTorch
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import (
     BinomialLikelihood,
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
 )
+from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.quadrature import gauss_hermite
 
 #: The measures by name.
@@ -87,6 +90,7 @@ LINKS = {
     "softplus": Link(
         "softplus", torch.nn.functional.softplus, lambda t: t + (-torch.expm1(-t)).log()
     ),
+    "exp": Link("exp", torch.exp, torch.log),
     "identity": Link("identity", lambda f: f, lambda t: t, scale=1.0),
 }
 
@@ -171,6 +175,18 @@ def _beta(likelihood: BetaLikelihood) -> Link:
     return stretched_link("logit", 1 / (scale + 2), (scale + 1) / (scale + 2))
 
 
+@link_of.register(PsychometricLikelihood)
+def _psychometric(likelihood: PsychometricLikelihood) -> Link:
+    return stretched_link("probit", likelihood.guess_rate, 1 - likelihood.lapse_rate)
+
+
+@link_of.register(GammaLikelihood)
+def _gamma(likelihood: GammaLikelihood) -> Link:
+    return LINKS["exp"]
+
+
+@link_of.register(CensoredGaussianLikelihood)
+@link_of.register(HeteroscedasticGaussianLikelihood)
 @link_of.register(GaussianLikelihood)
 @link_of.register(FixedNoiseGaussianLikelihood)
 @link_of.register(LaplaceLikelihood)

@@ -79,7 +79,7 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at", "guard"),
 }
 _NUMBER = int | float
 
@@ -234,7 +234,14 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _content(model: torch.nn.Module) -> dict[str, Any]:
-    """All about a model, as plain data."""
+    """All about a model, as plain data; none of an update that another thread is about to end."""
+    if isinstance(model, SequentialGP):
+        with model.guard.reading:
+            return _content_of(model)
+    return _content_of(model)
+
+
+def _content_of(model: torch.nn.Module) -> dict[str, Any]:
     parts, reason = None, None
     _settle(model)
     try:

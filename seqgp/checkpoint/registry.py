@@ -389,6 +389,10 @@ register(
     {"batch_shape": _shape_of("raw_noise")},
 )
 register(gl.LaplaceLikelihood, {"batch_shape": _shape_of("raw_noise")})
+register(sl.GammaLikelihood, {"batch_shape": _shape_of("raw_shape")})
+register(sl.CensoredGaussianLikelihood, {"batch_shape": _shape_of("raw_noise")})
+register(sl.PsychometricLikelihood)
+register(sl.HeteroscedasticGaussianLikelihood)
 register(gl.BetaLikelihood, {"batch_shape": _shape_of("raw_scale")})
 register(gl.NegativeBinomialLikelihood)
 register(

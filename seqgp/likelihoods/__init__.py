@@ -1,6 +1,8 @@
 """Likelihoods that GPyTorch does not have, and functions of any likelihood.
 
-* `discrete`: binomial, overdispersed binomial and ordinal likelihoods;
+* `discrete`: binomial, overdispersed binomial and ordinal likelihoods; `psychometric`: labels with
+  guess and lapse rates; `continuous`: positive and censored numbers; `heteroscedastic`: noise that
+  varies with the inputs;
 * `traits`: whether a likelihood is conjugate, log-concave, or of one latent function;
 * `expectations`: expected log probabilities and their derivatives; `softmax` has those of softmax
   likelihoods, `quadrature` the nodes and weights;
@@ -8,18 +10,25 @@
 """
 
 from seqgp.likelihoods import softmax as _softmax  # registers its rules  # noqa: F401
+from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import (
     BinomialLikelihood,
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
 )
 from seqgp.likelihoods.expectations import expectations, expected_log_prob
+from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.predictive import log_predictive
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 
 __all__ = [
     "BinomialLikelihood",
+    "CensoredGaussianLikelihood",
+    "GammaLikelihood",
+    "HeteroscedasticGaussianLikelihood",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
+    "PsychometricLikelihood",
     "expectations",
     "expected_log_prob",
     "log_predictive",

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.continuous import GammaLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.quadrature import (
     NUM_BASE_SAMPLES,
     OneDimensionalLikelihood,
@@ -349,6 +351,16 @@ def _probit(
 ) -> Tensor:
     """Without GPyTorch's `log_normal_cdf`, which has errors of up to 2e-3."""
     return torch.special.log_ndtr((2 * targets - 1) * samples)
+
+
+@rule_for(conditional_log_prob, GammaLikelihood, PsychometricLikelihood)
+def _of_its_own(
+    likelihood: GammaLikelihood | PsychometricLikelihood,
+    targets: Tensor,
+    samples: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    return likelihood.log_prob(targets, samples)
 
 
 @rule_for(conditional_log_prob, PoissonLikelihood)

@@ -22,6 +22,7 @@ from torch.distributions import Categorical, Distribution
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.expectations import conditional_log_prob
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.quadrature import latent_nodes
 from seqgp.likelihoods.traits import has_one_latent, observation_noise
 
@@ -68,6 +69,17 @@ def _bernoulli(
     likelihood: BernoulliLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
     return torch.special.log_ndtr((2 * targets - 1) * mean / (1 + variance).sqrt())
+
+
+@log_predictive.register(PsychometricLikelihood)
+def _psychometric(
+    likelihood: PsychometricLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    return likelihood.log_prob(targets, mean / (1 + variance).sqrt())
 
 
 @log_predictive.register(OverdispersedBinomialLikelihood)

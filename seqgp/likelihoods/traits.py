@@ -21,12 +21,15 @@ from gpytorch.likelihoods import (
 )
 from torch import Tensor
 
+from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
 
 _LOG_CONCAVE = (
     BernoulliLikelihood,
     BinomialLikelihood,
+    CensoredGaussianLikelihood,
+    GammaLikelihood,
     LaplaceLikelihood,
     OrdinalLikelihood,
     PoissonLikelihood,
@@ -37,6 +40,18 @@ _LOG_CONCAVE = (
 def has_one_latent(likelihood: Likelihood) -> bool:
     """Whether the likelihood has a single latent function (a softmax, for example, has several)."""
     return is_conjugate(likelihood) or isinstance(likelihood, OneDimensionalLikelihood)
+
+
+def output_latents(likelihood: Likelihood) -> tuple[int, ...] | None:
+    """Which of several latents are outputs of a model, ``None`` if all are.
+
+    A likelihood says so by an attribute ``output_latents``. Its latents are functions of different
+    kinds, such as a mean and a log variance, and have kernels and means of their own.
+
+    Args:
+        likelihood: The likelihood.
+    """
+    return getattr(likelihood, "output_latents", None)
 
 
 def precision_floor(likelihood: Likelihood) -> float | None:
@@ -64,6 +79,7 @@ def is_real_valued(likelihood: Likelihood) -> bool:
     known = is_conjugate(likelihood) or isinstance(
         likelihood, LaplaceLikelihood | StudentTLikelihood
     )
+    known = known or getattr(likelihood, "observes_real_numbers", False)
     return known and not isinstance(likelihood, DirichletClassificationLikelihood)
 
 

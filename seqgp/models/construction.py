@@ -30,9 +30,15 @@ from gpytorch.means import ConstantMean, Mean
 from gpytorch.priors import NormalPrior
 from torch import Tensor
 
-from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
+from seqgp.likelihoods.traits import (
+    has_one_latent,
+    is_conjugate,
+    is_real_valued,
+    output_latents,
+)
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
 from seqgp.validation import (
     check_coefficients,
     check_inputs,
@@ -46,8 +52,6 @@ from seqgp.validation import (
 
 #: Up to this many inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
-#: Inducing points by default beyond that, and along a stream.
-STREAM_INDUCING = 300
 
 
 class Parts(NamedTuple):
@@ -65,7 +69,7 @@ class Parts(NamedTuple):
         has_output_dim: Whether the last batch dimension is that of the outputs.
         input_transform: The input transform, whose statistics are frozen.
         outcome_transform: The outcome transform, which has learnt its statistics.
-        standardizes_by_default: Whether it is the default one.
+        standardizes_by_default: Whether it is the default one, which updates adapt.
     """
 
     observations: Observations
@@ -157,15 +161,19 @@ def assemble(
     if noise is not None:
         arguments["noise"] = noise
     latents = _num_latents(likelihood, train_Y)
-    if num_outputs not in (None, latents or m):
+    seen = output_latents(likelihood)
+    outputs = latents or m if seen is None else len(seen)
+    if num_outputs not in (None, outputs):
         raise ValueError(
-            f"num_outputs: expected {latents or m}, one for each column of train_Y or each latent "
+            f"num_outputs: expected {outputs}, one for each column of train_Y or each latent "
             f"function of the likelihood, got {num_outputs}; leave it out."
         )
     # Modules are shared by the latents: batches have a dimension of size 1 for these.
     module_shape = aug_batch_shape
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
+    if latents is not None and seen is not None:  # functions of different kinds
+        module_shape = torch.Size([*batch_shape, latents])
     observations = _observations(
         observed_X,
         Y,
@@ -196,12 +204,13 @@ def assemble(
         mean_module,
         Z,
         latents,
-        m if latents is None else latents,
+        outputs,
         aug_batch_shape,
         m > 1,
         None if input_transform is None else frozen(input_transform),
         outcomes,
-        is_default and outcomes is not None,
+        # Other latents than the mean (a log variance) have units that updates do not convert.
+        is_default and outcomes is not None and latents is None,
     )
 
 
@@ -215,7 +224,11 @@ def default_mean(likelihood: Likelihood | None, batch_shape: torch.Size) -> Cons
         batch_shape: Of the mean.
     """
     prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
-    return ConstantMean(constant_prior=prior, batch_shape=batch_shape)
+    mean = ConstantMean(constant_prior=prior, batch_shape=batch_shape)
+    initial = getattr(likelihood, "initial_means", None)
+    if initial is not None:
+        mean.initialize(constant=torch.tensor(initial).expand(batch_shape).clone())
+    return mean
 
 
 def _no_observations(
@@ -382,6 +395,7 @@ def choose_inducing_points(
     inducing_points: Tensor | int | None,
     covar_module: Kernel,
     allocator: InducingPointAllocator | None,
+    fills_up: bool = False,
 ) -> Tensor:
     """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``.
 
@@ -390,6 +404,8 @@ def choose_inducing_points(
         inducing_points: The points themselves, their largest number, or ``None`` for the default.
         covar_module: The kernel.
         allocator: Chooses them; by default greedily by variance reduction.
+        fills_up: Whether other inputs are added where there would be fewer than that number,
+            because more would add nothing under the present kernel.
     """
     if isinstance(inducing_points, Tensor):
         if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
@@ -407,7 +423,7 @@ def choose_inducing_points(
         raise ValueError("train_X: without data, pass inducing_points as a tensor.")
     number = inducing_points
     if number is None:
-        number = n if n <= ALL_INPUTS else STREAM_INDUCING
+        number = n if n <= ALL_INPUTS else DEFAULT_LIMIT
     number = min(n, number)
     if number < 1:
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
@@ -420,6 +436,9 @@ def choose_inducing_points(
         allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
         for x in X.reshape(-1, *X.shape[-2:])
     ]
+    if fills_up:
+        each = zip(chosen, X.reshape(-1, *X.shape[-2:]), strict=True)
+        chosen = [fill_up(Z, x, number) for Z, x in each]
     number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
 

@@ -17,6 +17,7 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
 from seqgp.dual import Sites
+from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.likelihoods.traits import precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
@@ -43,7 +44,9 @@ EPOCH_TOLERANCE = 1e-4
 class FittedModel(DataModel, Protocol):
     """What a fit needs of a model beyond what others do."""
 
-    def choose_inducing_points(self, number: int) -> Tensor:
+    max_inducing: int
+
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """Inducing points for the present kernel."""
         ...
 
@@ -76,8 +79,10 @@ def fit(
     gradient is exact, and the optimiser sees hyperparameters only. If all inputs are inducing
     points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
     under the hyperparameters that were found, for another round, while that raises the bound (Burt
-    et al., 2020). Data sets that are too large for that come in minibatches, each a
-    natural-gradient step and an Adam step, until the bound no longer rises.
+    et al., 2020). Meanwhile there are as many as there may be, since few of them favour smooth
+    functions; those that turn out not to be needed are dropped at the end. Data sets that are too
+    large for that come in minibatches, each a natural-gradient step and an Adam step, until the
+    bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
@@ -181,6 +186,11 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
+    bounds = noise_floor(model.likelihood, model.stream.observations.targets)
+    bounds |= optimizer_kwargs.get("bounds") or {}
+    optimizer_kwargs = {"parameters": parameters, **optimizer_kwargs}
+    if bounds:
+        optimizer_kwargs["bounds"] = bounds
     exact = dual and _is_exact(model)
     bar = progress_bar(desc="fit", unit=" evaluations", disable=None if progress else True)
     sites: Sites | None = None
@@ -208,16 +218,17 @@ def _fit_full_batch(
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
-    best: tuple[float, dict[str, Tensor], Tensor] | None = None
-    for number in range(rounds if chosen else 1):
-        if number:
-            Z = model.choose_inducing_points(strategy.inducing_points.shape[-2])
-            strategy.start_from(Z.reshape(*strategy.inducing_points.shape[:-2], *Z.shape[-2:]))
+    best: tuple[float, dict[str, Tensor]] | None = None
+    batch_shape = strategy.inducing_points.shape[:-2]
+    for _ in range(rounds if chosen else 1):
+        if chosen:
+            Z = model.choose_inducing_points(model.max_inducing, fills_up=True)
+            strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
             sites = None
         _fit_fallback(
             mll,
             closure=ForwardBackwardClosure(objective, parameters),
-            optimizer_kwargs={"parameters": parameters, **optimizer_kwargs},
+            optimizer_kwargs=optimizer_kwargs,
             **kwargs,
         )
         mll.train()
@@ -228,13 +239,15 @@ def _fit_full_batch(
         values = {key: p.detach().clone() for key, p in parameters.items()}
         gain = torch.inf if best is None else (best[0] - value) * max(model.num_data, 1)
         if gain > 0:
-            best = value, values, strategy.inducing_points.detach().clone()
+            best = value, values
         if gain < ROUND_TOLERANCE:
             break
     if best is not None:
         for key, value_of in best[1].items():
             parameters[key].data.copy_(value_of)
-        strategy.start_from(best[2])
+        Z = model.choose_inducing_points(model.max_inducing)
+        strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
+        sites = None
     if covers:  # the inputs may be transformed by what was learnt
         with torch.no_grad():
             Z = model.transformed(model.stream.observations).points
@@ -267,6 +280,7 @@ def _fit_minibatches(
     data, n = model.stream.observations, model.num_data
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
     parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
+    bounds |= noise_floor(model.likelihood, data.targets)
     most = 500 if options.epochs is None else options.epochs
     per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from botorch.exceptions.warnings import BotorchWarning
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from gpytorch.priors import Prior
 from torch import Tensor
 
 from seqgp.models.outcomes import transform_observations, untransform_observations
@@ -64,11 +65,15 @@ def load_state(
     if raw is not None:
         _transform_again(draft, *raw)
     _choose_inducing_points(draft, saved, covers)
-    if like is not None:
-        model.to(like)
-    adopt(model, draft)
-    _set_fixed_noise(model)
-    model.note_hyperparameters()
+    with model.guard.reading:
+        if like is not None:
+            model.to(like)
+        adopt(model, draft)
+        for module in model.modules():
+            if isinstance(module, Prior):
+                module.load_state_dict(module.state_dict())  # from its buffers to its distribution
+        _set_fixed_noise(model)
+        model.note_hyperparameters()
 
 
 def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:

@@ -27,6 +27,7 @@ from torch.distributions import (
     Binomial,
     Categorical,
     Distribution,
+    Gamma,
     NegativeBinomial,
     Poisson,
     StudentT,
@@ -34,6 +35,7 @@ from torch.distributions import (
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
+from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
 from seqgp.likelihoods.predictive import conditional_moments
 from seqgp.likelihoods.quadrature import latent_nodes
@@ -200,6 +202,9 @@ class ObservationPosterior(Posterior):
         if not mean.numel():  # of which PyTorch does not make some distributions
             nothing = torch.zeros_like(mean[..., :1] if self.several_latents else mean)
             return nothing, nothing
+        if isinstance(self.likelihood, HeteroscedasticGaussianLikelihood):
+            noise = self.likelihood.expected_noise(mean, variance)
+            return mean[..., :1], variance[..., :1] + noise.unsqueeze(-1)
         nodes, weights = self._nodes(mean)
         conditional = self._conditional(mean + variance.sqrt() * nodes)
         first, second = conditional_moments(conditional)
@@ -336,6 +341,14 @@ def _student_t_quantile(distribution: StudentT, u: Tensor) -> Tensor:
     df = distribution.df.detach().cpu().numpy()
     standard = torch.from_numpy(np.asarray(special.stdtrit(df, u.cpu().numpy()))).to(u)
     return distribution.loc + distribution.scale * standard
+
+
+@quantile.register(Gamma)
+def _gamma_quantile(distribution: Gamma, u: Tensor) -> Tensor:
+    """Differentiable with respect to the rate, through which the latent function acts."""
+    shape = distribution.concentration.detach().cpu().numpy()
+    standard = torch.from_numpy(np.asarray(special.gammaincinv(shape, u.cpu().numpy()))).to(u)
+    return standard.clamp_min(torch.finfo(u.dtype).tiny) / distribution.rate
 
 
 @quantile.register(Beta)

@@ -29,15 +29,12 @@ from seqgp.models.comparisons import (
     default_kernel,
     difference_coefficients,
 )
-from seqgp.models.construction import (
-    STREAM_INDUCING,
-    choose_inducing_points,
-    distinct,
-    frozen,
-)
+from seqgp.models.construction import choose_inducing_points, distinct, frozen
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
+from seqgp.streaming.guard import reads, writes
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT
 from seqgp.validation import check_inputs, check_instance, check_points
 
 
@@ -149,7 +146,7 @@ class PreferenceGP(SequentialGP):
         )
         if not isinstance(inducing_points, Tensor):  # they are the model's to choose
             self.keeps_inducing_points = False
-            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
+            self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
 
     # ---------------------------------------------------------------- data
 
@@ -163,6 +160,7 @@ class PreferenceGP(SequentialGP):
         """``k x 2``, the comparisons that the model holds, as indices of `datapoints`."""
         return self._items_and_comparisons()[1]
 
+    @reads
     def _items_and_comparisons(self) -> tuple[Tensor, Tensor]:
         held = self.stream.observations
         points = held.points.detach()
@@ -221,6 +219,7 @@ class PreferenceGP(SequentialGP):
         X = self.in_precision(X)
         return compared_items(X, check_comparisons(Y, X.shape[-2], "Y").to(X.device))
 
+    @writes
     def set_train_data(
         self,
         datapoints: Tensor | None = None,
@@ -271,6 +270,7 @@ class PreferenceGP(SequentialGP):
         """
         return super().posterior(X, output_indices, False, posterior_transform, **arguments)
 
+    @reads
     def answers(self, X: Tensor) -> ObservationPosterior:
         """The answers to questions "do you prefer the first item to the second?".
 
@@ -313,6 +313,7 @@ class PreferenceGP(SequentialGP):
         return MultivariateNormal(mean, covariance)
 
     @torch.no_grad()
+    @reads
     def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
         """``... x k``, the log probability of comparisons.
 
@@ -329,6 +330,7 @@ class PreferenceGP(SequentialGP):
 
     # ---------------------------------------------------------------- conditioning
 
+    @reads
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> PreferenceGP:
@@ -366,8 +368,10 @@ class PreferenceGP(SequentialGP):
             **kwargs,
         )
         model.conditioned_inputs = (*self.conditioned_inputs, points.detach())
+        self.guard.sharers.add(model)
         return model
 
+    @reads
     def fantasize(
         self,
         X: Tensor,

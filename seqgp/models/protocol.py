@@ -60,16 +60,16 @@ class DataModel(StreamModel, Protocol):
         """The inverse of `to_targets`."""
         ...
 
-    def note_hyperparameters(self) -> None:
-        """Note that the posterior belongs to the present hyperparameters and transforms."""
-        ...
-
     def to(self, like: Tensor) -> Any:
         """Take on the precision and the device of a tensor."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the model."""
+        ...
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """All modules in it."""
         ...
 
     def children(self) -> Iterator[torch.nn.Module]:

@@ -16,7 +16,7 @@ from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.models.utils import gpt_posterior_settings
+from botorch.models.utils import add_output_dim, gpt_posterior_settings
 from botorch.models.utils.assorted import fantasize as fantasize_flag
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import GPyTorchPosterior, Posterior
@@ -37,13 +37,13 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
-from seqgp.models.construction import (
-    STREAM_INDUCING,
-    assemble,
-    choose_inducing_points,
-    distinct,
+from seqgp.likelihoods.traits import (
+    has_closed_form,
+    has_one_latent,
+    is_conjugate,
+    output_latents,
 )
+from seqgp.models.construction import assemble, choose_inducing_points, distinct
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
@@ -59,7 +59,8 @@ from seqgp.models.training_data import (
     untransformed_inputs,
 )
 from seqgp.observations import Observations, check_not_held
-from seqgp.streaming.inducing_points import InducingPointRule
+from seqgp.streaming.guard import Guard, reads, writes
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
@@ -88,6 +89,7 @@ from seqgp.validation import (
     check_Y,
     renamed,
 )
+from seqgp.variational.frozen import frozen
 from seqgp.variational.prior_blocks import mean_and_kernel
 from seqgp.variational.strategy import DualVariationalStrategy
 
@@ -177,6 +179,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     variational_strategy: DualVariationalStrategy
     #: What the stream has left behind, beside the posterior: the memory, and counts.
     stream: StreamState
+    #: Keeps those who read the model in one thread apart from updates in another.
+    guard: Guard
     #: What updates remember unless they are told otherwise.
     memory_options: MemoryOptions
     #: The largest number of inducing points along a stream.
@@ -256,8 +260,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.changes_inducing_points = learn_inducing_points is not False
         self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
-            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
+            self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
+        self.guard = Guard()
         self.stream = StreamState.begin(parts.observations)
         note_classes(self)
         self.to(train_X)
@@ -267,6 +272,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- data
 
     @property
+    @reads
     def train_inputs(self) -> tuple[Tensor]:
         """A copy of the inputs, ``batch_shape [x m] x n x d``, with those that were conditioned on.
 
@@ -281,6 +287,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
     @property
+    @reads
     def train_targets(self) -> Tensor:
         """A copy of the transformed targets, ``batch_shape [x m] x n``, as for `train_inputs`.
 
@@ -412,6 +419,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- shapes
 
     @property
+    @reads
     def batch_shape(self) -> torch.Size:
         """Batch shape, fantasies included: ``posterior(X)`` has that of ``X`` broadcast with it."""
         shape = self.variational_strategy.batch_shape
@@ -428,6 +436,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return self.variational_strategy.batch_shape
 
     get_batch_dimensions = staticmethod(SingleTaskGP.get_batch_dimensions)
+
+    def _transform_tensor_args(
+        self, X: Tensor, Y: Tensor, Yvar: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # BoTorch's name for data ``... x n x m`` as `train_inputs` and `train_targets` show them.
+        noise = None if Yvar is None else self.to_targets(Yvar)
+        return self.repeated_for_outputs(X), self.to_targets(Y), noise
 
     @property
     def num_columns(self) -> int:
@@ -572,11 +587,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """The prior at transformed inputs ``... x n x d``."""
         return MultivariateNormal(self.mean_module(X), self.covar_module(X))
 
+    @reads
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them. In eval
+                mode, if there are several outputs, ``... x m x n x d`` or ``... x 1 x n x d``.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -585,8 +602,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
-        inputs = self.with_outputs(inputs)
+            inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
             return f
@@ -608,6 +624,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """Set eval mode."""
         return self.train(False)
 
+    @reads
     def posterior(  # type: ignore[override]
         self,
         X: Tensor,
@@ -667,26 +684,29 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.eval()
         X = self._predicted_at(X)
         with gpt_posterior_settings():
-            f = self(X)
+            # Which raises if batch shapes do not fit.
+            f = self(add_output_dim(X, self.batch_shape)[0] if self.has_output_dim else X)
             noisy = observation_noise is not False
             likelihood = self.likelihood
             if noisy and is_conjugate(likelihood):
                 f = likelihood(f, **self._noise_at(f, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
+            elif not noisy:
+                f = _outputs_of(f, output_latents(likelihood))
         latent = GPyTorchPosterior(distribution=self._with_output_blocks(f))
         posterior: Posterior = latent
-        if noisy and not is_conjugate(self.likelihood):
+        if noisy and not is_conjugate(likelihood):
             if isinstance(observation_noise, Tensor):
                 raise ValueError(
                     "observation_noise: noise variances are for Gaussian likelihoods, this is a "
                     f"{type(self.likelihood).__name__}; pass True."
                 )
             posterior = ObservationPosterior(
-                latent, likelihood, arguments, not has_one_latent(likelihood)
+                latent, frozen(likelihood), arguments, not has_one_latent(likelihood)
             )
         if hasattr(self, "outcome_transform"):
-            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+            posterior = frozen(self.outcome_transform).untransform_posterior(posterior, X=X)
         if posterior_transform is not None:
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
@@ -758,17 +778,20 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return Z
 
     @torch.no_grad()
-    def choose_inducing_points(self, number: int) -> Tensor:
+    def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
 
         Args:
-            number: How many; fewer if there are fewer inputs.
+            number: How many; fewer if there are fewer inputs, or if others would add nothing.
+            fills_up: Whether to add other inputs in the latter case.
         """
         held = self.stream.observations
         X = self.transform_train_inputs(held.points)
         if held.coefficients is not None and X.dim() == 2:
             X = distinct(X)[0]
-        return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
+        return choose_inducing_points(
+            X, number, self.covar_module, self.inducing_point_allocator, fills_up
+        )
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""
@@ -779,6 +802,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
 
     @torch.no_grad()
+    @reads
     def refresh(
         self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
     ) -> Tensor:
@@ -876,10 +900,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return loss(self, mll)
 
+    @writes
     def custom_fit(self, mll: MarginalLogLikelihood, **kwargs: Any) -> MarginalLogLikelihood:
         """BoTorch's hook for `fit_gpytorch_mll`; see `seqgp.models.fit.fit` for the options."""
         return fit(self, mll, **kwargs)
 
+    @writes
     def set_train_data(
         self, inputs: Tensor | None = None, targets: Tensor | None = None, strict: bool = True
     ) -> None:
@@ -921,6 +947,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- streaming
 
+    @writes
     def update(
         self,
         X: Tensor,
@@ -1013,9 +1040,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
-        record = update(self, X, Y, noise, arguments, mode, options)
-        self.note_hyperparameters()
-        return record
+        return update(self, X, Y, noise, arguments, mode, options)
 
     def update_stream(
         self,
@@ -1054,7 +1079,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return update_stream(self.update, stream, callback, progress, options)
 
-    def forget(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any) -> None:
+    @writes
+    def forget(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        noise: Tensor | None = None,
+        fade: Tensor | None = None,
+        **arguments: Any,
+    ) -> None:
         """Remove observations that the model has learnt.
 
         Observations in the memory are removed exactly. Others are taken out of the summary with
@@ -1073,6 +1106,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
+            fade: ``n'``, how much each observation still counts: the product of all discounts since
+                it was learnt. Needed in streams with a ``discount``, for observations that are no
+                longer in the memory.
             arguments: Per-point arguments of the likelihood.
 
         Example:
@@ -1088,10 +1124,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        forget(self, self.checked(X, Y, noise, arguments))
-        self.note_hyperparameters()
+        known = self.checked(X, Y, noise, arguments)
+        if fade is not None:
+            check_tensor(fade, "fade")
+            in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
+            if not in_range:
+                raise ValueError(
+                    f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
+                )
+        forget(self, known, fade)
 
     @property
+    @reads
     def memory(self) -> Remembered:
         """The observations that the model holds as they are, and their leverage; copies.
 
@@ -1101,6 +1145,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         _, leverage = sites_and_leverage(self, self.transformed(held))
         return Remembered(held.inputs.clone(), held.targets.clone(), leverage)
 
+    @reads
     def leverage(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **arguments: Any
     ) -> Tensor:
@@ -1119,6 +1164,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return sites_and_leverage(self, data)[1]
 
     @torch.no_grad()
+    @reads
     def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
         """Log predictive density of observations.
 
@@ -1136,7 +1182,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self._observed_at(X))
+        f = self.eval()(self.with_outputs(self._observed_at(X)))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 
@@ -1165,6 +1211,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inverse = affine(self.outcome_transform)
         return None if inverse is None else self.to_targets(inverse.scale.log())
 
+    @reads
     def hyperparameter_values(self) -> dict[str, Tensor]:
         """Copies of all parameters that can be learnt, but for inducing points, by name."""
         return {
@@ -1183,6 +1230,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             if name in values:
                 parameter.data.copy_(values[name])
 
+    @reads
     def constrained_hyperparameters(self) -> dict[str, Tensor]:
         """All hyperparameters by name, with their constraints applied."""
         named: Any = super().named_parameters_and_constraints  # GPyTorch ships no types
@@ -1198,6 +1246,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     # ---------------------------------------------------------------- conditioning
 
+    @reads
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> SequentialGP:
@@ -1248,8 +1297,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
         note_conditioned(model, X, kwargs.get("noise"))
+        self.guard.sharers.add(model)
         return model
 
+    @reads
     def fantasize(
         self,
         X: Tensor,
@@ -1305,6 +1356,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 kwargs["noise"] = observation_noise.expand(Y.shape[1:])
             return self.condition_on_observations(X, Y, **kwargs)
 
+    @reads
     def get_fantasy_model(self, inputs: Tensor, targets: Tensor, **kwargs: Any) -> SequentialGP:
         """`condition_on_observations` with GPyTorch's names; `ModelListGP` calls it.
 
@@ -1319,6 +1371,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs
         )
         note_conditioned(model, inputs, kwargs.get("noise"))
+        self.guard.sharers.add(model)
         return model
 
     # ---------------------------------------------------------------- housekeeping
@@ -1333,6 +1386,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return {**super().construct_inputs(training_data), **kwargs}
 
+    @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:
         """A copy of the model, of some of the outputs.
 
@@ -1355,6 +1409,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model.note_hyperparameters()
         return model
 
+    @writes
     def load_state_dict(  # type: ignore[override]
         self,
         state_dict: Mapping[str, Any],
@@ -1389,22 +1444,47 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         load_state(self, state_dict, strict, keep_transforms, assign)
 
-    def _unshare(self) -> None:
-        """Copies of what a fantasy shares with its parent, before they are converted."""
+    def unshare(self, memo: dict[int, Any] | None = None) -> None:
+        """Make copies of what a fantasy shares with its parent, before either is changed.
+
+        Args:
+            memo: As for `copy.deepcopy`; models that are given the same one share the copies.
+        """
+        memo = {} if memo is None else memo
         strategy, likelihood = self.variational_strategy, self.likelihood
-        for name, module in list(self.named_children()):
-            if module is not strategy:
-                setattr(self, name, copy.deepcopy(module))
-        for name, parameter in list(strategy.named_parameters(recurse=False)):
-            setattr(strategy, name, copy.deepcopy(parameter))
-        strategy.replace_likelihood(likelihood, self.likelihood)
+        with strategy.keeping_state():
+            for name, module in list(self.named_children()):
+                if module is not strategy:
+                    setattr(self, name, copy.deepcopy(module, memo))
+            for name, parameter in list(strategy.named_parameters(recurse=False)):
+                setattr(strategy, name, copy.deepcopy(parameter, memo))
+            strategy.replace_likelihood(likelihood, self.likelihood)
+
+    @reads
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Hyperparameters, transforms and posterior, as tensors by name.
+
+        Args:
+            args: As for any module.
+            kwargs: As for any module.
+        """
+        return super().state_dict(*args, **kwargs)
+
+    @reads
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequentialGP:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if copied.variational_strategy.is_fantasy:
+            copied.guard.sharers.add(copied)  # if its parent is copied along with it
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> SequentialGP:
         probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
         if converts and self.variational_strategy.is_fantasy:
-            self._unshare()
+            self.unshare()
         self.stream = self.stream.to(fn)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)
@@ -1415,6 +1495,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
+
+
+def _outputs_of(f: MultivariateNormal, indices: tuple[int, ...] | None) -> MultivariateNormal:
+    """Those of several independent latents that are outputs; all of them by default."""
+    if indices is None:
+        return f
+    if len(indices) == 1:
+        return _one_latent(f, indices[0])
+    parts = [_one_latent(f, index) for index in indices]
+    return MultitaskMultivariateNormal.from_independent_mvns(parts)
+
+
+def _one_latent(f: MultivariateNormal, index: int) -> MultivariateNormal:
+    """One of several independent latents."""
+    blocks = f.lazy_covariance_matrix.base_linear_op  # ... x c x n x n
+    return MultivariateNormal(f.mean[..., index], blocks[..., index, :, :])
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

@@ -114,6 +114,7 @@ def label_of(model: SequentialGP, output: int) -> str:
         return f"probability of class {output}"
     known = {
         "BernoulliLikelihood": "probability of a 1",
+        "PsychometricLikelihood": "probability of a 1",
         "PoissonLikelihood": "rate",
         "OrdinalLikelihood": "expected class",
     }

@@ -17,11 +17,12 @@ from botorch.models.utils.inducing_point_allocators import (
     InducingPointAllocator,
 )
 from gpytorch.kernels import Kernel
-from linear_operator import to_dense
 from torch import Tensor
 
-from seqgp.dual import scaled_cholesky, solve_lower
-from seqgp.dual.linalg import relative_jitter
+from seqgp.streaming.point_criterion import TOLERANCE, choose_inducing_points, first_kernel
+
+#: The largest number of inducing points along a stream, unless the user has said how many.
+DEFAULT_LIMIT = 300
 
 
 class Candidates(NamedTuple):
@@ -30,12 +31,13 @@ class Candidates(NamedTuple):
     Attributes:
         inputs: ``n x d`` transformed inputs: those that are remembered, then the new ones.
         represents: ``n``, for how many inputs of the stream each stands.
-        precision: ``n``, the precision of each observation's site, summed over latents.
+        precision: ``[b x] n``, the precision of each observation's site: for each of ``b`` kernels
+            that share the inducing points, or summed over outputs and latents.
         num_new: How many are new.
         num_seen: How many inputs came before those.
         anew: Whether they may be chosen from scratch: nothing has been folded that is only known
             at the present ones.
-        kernel: The present kernel; if it is a batch, its first member decides.
+        kernel: The present kernel, or a batch of them.
         max_points: The largest number of inducing points.
         allocator: A BoTorch allocator that the model was given, if any.
         seed: For draws, different for each update.
@@ -101,16 +103,18 @@ class Exchange(InducingPointRule):
         moves: Whether they are also moved by gradient.
         tol: The loss that is tolerated, in nats for each observation.
         gain: How much an exchange has to bring.
+        fills_up: Whether other inputs are added up to the largest number, see `fill_up`.
     """
 
     moves: bool = False
-    tol: float = 0.005
+    tol: float = TOLERANCE
     gain: float = 2.0
+    fills_up: bool = False
     follows_kernel: ClassVar[bool] = True
 
     def generous(self) -> InducingPointRule:
-        """As many as there may be."""
-        return replace(self, tol=0.0)
+        """As many as there may be, also where the present kernel has no use for them."""
+        return replace(self, tol=0.0, fills_up=True)
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
         """Fewer, more or others, as the inputs ask for."""
@@ -118,11 +122,11 @@ class Exchange(InducingPointRule):
         if len(Z) > limit and not candidates.anew:  # the best of them, and of the inputs
             allocator = candidates.allocator or GreedyVarianceReduction()
             return allocator.allocate_inducing_points(
-                torch.cat([Z, inputs]), _first_kernel(kernel), limit, torch.Size()
+                torch.cat([Z, inputs]), first_kernel(kernel), limit, torch.Size()
             )
         if not len(inputs):
             return Z
-        return choose_inducing_points(
+        chosen = choose_inducing_points(
             Z[:0] if candidates.anew else Z,
             inputs,
             kernel,
@@ -133,6 +137,7 @@ class Exchange(InducingPointRule):
             self.tol,
             self.gain,
         )
+        return fill_up(chosen, inputs, limit) if self.fills_up else chosen
 
 
 @dataclass(frozen=True)
@@ -226,105 +231,31 @@ def choose_for_each(
         chosen.append(rule.choose(Z[index], mine))
     number = max(len(points) for points in chosen)
     padded = [
-        _padded(points, X, number)
+        fill_up(points, X, number)
         for points, X in zip(chosen, inputs.reshape(-1, *inputs.shape[-2:]), strict=True)
     ]
     number = min(len(points) for points in padded)
     return torch.stack([points[:number] for points in padded]).reshape(*batch, number, Z.shape[-1])
 
 
-def _padded(points: Tensor, inputs: Tensor, number: int) -> Tensor:
-    """Points, and inputs that are none of them, the last first, up to a number."""
-    new = inputs.flip(-2)
-    new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
-    return torch.cat([points, new[: number - len(points)]])
+def fill_up(points: Tensor, inputs: Tensor, number: int) -> Tensor:
+    """Points, and inputs that are none of them, drawn at random, up to a number.
 
-
-def _first_kernel(kernel: Kernel) -> Kernel:
-    """The first member of a batch of kernels: BoTorch's allocators know few batches."""
-    return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
-
-
-@torch.no_grad()
-def choose_inducing_points(
-    Z: Tensor,
-    candidates: Tensor,
-    kernel: Kernel,
-    max_points: int,
-    precision: Tensor | None = None,
-    represents: Tensor | None = None,
-    allocator: InducingPointAllocator | None = None,
-    tol: float = 0.005,
-    gain: float = 2.0,
-) -> Tensor:
-    r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
-
-    Inducing points cost the bound :math:`\tfrac12 \sum_i n_i \beta_i r_i` nats, where
-    :math:`r_i = k_{ii} - k_{iz} K_{zz}^{-1} k_{zi}` is the variance that they leave unexplained at
-    a candidate, :math:`\beta_i` the precision of its site and :math:`n_i` the number of
-    observations that it stands for. If that is less than a tolerance for each observation, ``Z``
-    stays as it is. Otherwise the candidate that costs the most is added, again and again (a pivoted
-    Cholesky factorisation of the candidates given ``Z``), while there is room. Then it takes the
-    place of the most redundant point, that of which the others leave the least unexplained, as
-    long as this is ``gain`` times less than its own. Every exchange raises :math:`|K_{zz}|`: points
-    do not come and go.
+    A smooth kernel needs few inducing points, and few inducing points favour a smooth kernel: what
+    varies faster than these can follow passes for noise. So hyperparameters are learnt with more
+    inducing points than the present ones ask for.
 
     Args:
-        Z: ``m x d`` present inducing points; there may be none.
-        candidates: ``n x d`` inputs to choose from.
-        kernel: The kernel; if it is a batch, its first member decides.
-        max_points: The largest number of inducing points.
-        precision: ``n`` precisions of the sites; by default one.
-        represents: ``n``, how many observations each candidate stands for; by default one.
-        allocator: A BoTorch allocator that chooses anew among old points and candidates when there
-            is no room, instead of exchanges.
-        tol: The loss that is tolerated, in nats for each observation.
-        gain: How much an exchange has to bring.
-
-    Returns:
-        ``m' x d`` inducing points; ``Z`` itself if nothing is new.
+        points: ``m x d`` points that are kept.
+        inputs: ``n x d`` inputs to draw from; the same ones whatever the global random state.
+        number: How many points there are to be, if there are enough inputs.
     """
-    if not len(candidates):
-        return Z
-    prior = _first(kernel(candidates, diag=True), 1)
-    beta = torch.ones_like(prior) if precision is None else precision.to(prior)
-    number = torch.ones_like(prior) if represents is None else represents.to(prior)
-    cost = 0.5 * number * beta
-    tolerated = tol * number.sum()
-    A, residual = prior.new_zeros(0, len(candidates)), prior.clone()
-    if len(Z):
-        K = _first(to_dense(kernel(Z)), 2)
-        cross = _first(to_dense(kernel(Z, candidates)), 2)
-        A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
-        residual = (prior - A.square().sum(0)).clamp_min(0)
-    chosen: list[int] = []
-    roots = [A]  # rows of the Cholesky factor of the candidates, block by block
-    while bool((cost * residual).sum() > tolerated):
-        if len(Z) + len(chosen) >= max_points:
-            Z = torch.cat([Z, candidates[chosen]])
-            if allocator is None:
-                least = 2 * tolerated / (number * beta).sum()
-                return _exchange(Z, candidates, kernel, prior, float(least), gain)
-            union = torch.cat([Z, candidates])
-            return allocator.allocate_inducing_points(
-                union, _first_kernel(kernel), min(max_points, len(union)), torch.Size()
-            )
-        pivot = int((beta * residual).argmax())
-        if len(roots) == 33:  # products with a few large blocks are faster than with many rows
-            roots = [torch.cat(roots)]
-        row = _row(kernel, candidates, pivot)
-        for block in roots:
-            row = row - block[:, pivot] @ block
-        if not bool(row[pivot] > relative_jitter(Z.dtype) * prior[pivot]):
-            break  # what is left is rounding
-        root = row / row[pivot].sqrt()
-        residual = (residual - root.square()).clamp_min(0)
-        residual[pivot] = 0
-        roots.append(root.unsqueeze(0))
-        chosen.append(pivot)
-    if not len(Z) and not chosen:
-        chosen = [int((beta * residual).argmax())]
-    return torch.cat([Z, candidates[chosen]]) if chosen else Z
+    if len(points) >= number:
+        return points
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0), device="cpu")
+    new = inputs[order.to(inputs.device)]
+    new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
+    return torch.cat([points, new[: number - len(points)]])
 
 
 @torch.no_grad()
@@ -379,61 +310,3 @@ def cluster_inducing_points(
         occupied = (total > 0).unsqueeze(-1)
         centres = torch.where(occupied, moment / total.clamp_min(1e-12).unsqueeze(-1), centres)
     return centres
-
-
-def _exchange(
-    Z: Tensor, candidates: Tensor, kernel: Kernel, prior: Tensor, tolerated: float, gain: float
-) -> Tensor:
-    r"""Redundant points exchanged for candidates, at most each of them once.
-
-    Kept up to date, at :math:`O(m^2 + m n)` an exchange, are :math:`P = K_{zz}^{-1}`, of which
-    :math:`1 / P_{jj}` is the variance of a point's value given those of all others, the weights
-    :math:`B = P K_{zx}` and what they leave unexplained. Without point ``j``
-
-    .. math::
-        P' = P - P_j P_j^T / P_{jj}, \quad B' = B - P_j B_j^T / P_{jj}, \quad
-        r' = r + B_j^2 / P_{jj},
-
-    and a point with covariances ``g`` and variance ``s`` given the others comes in by the same
-    formulas read backwards. In double precision, in which rounding errors stay far below what is
-    decided on.
-    """
-    jitter, points = relative_jitter(Z.dtype), Z.clone()
-    K = _first(to_dense(kernel(Z)), 2).double()
-    cross = _first(to_dense(kernel(Z, candidates)), 2).double().clone()
-    P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
-    B, prior = P @ cross, prior.double()
-    unexplained = prior - (cross * B).sum(0)
-    exchanged = False
-    for _ in range(len(Z)):
-        old, new = int(P.diagonal().argmax()), int(unexplained.argmax())
-        if float(unexplained[new]) <= max(tolerated, gain / float(P[old, old])):
-            break
-        weights, own = P[old] / P[old, old].sqrt(), B[old] / P[old, old].sqrt()
-        P.addr_(weights, weights, alpha=-1)
-        B.addr_(weights, own, alpha=-1)
-        unexplained += own.square()
-        P[old], P[:, old], B[old] = 0, 0, 0
-
-        row = _row(kernel, candidates, new).double()
-        column = cross[:, new].clone()
-        column[old] = 0  # what is left of the points
-        given = row - column @ B
-        deviation = (given[new] + jitter * prior[new]).sqrt()
-        weights, own = -B[:, new] / deviation, given / deviation
-        weights[old] = 1 / deviation
-        P.addr_(weights, weights)
-        B.addr_(weights, own)
-        unexplained -= own.square()
-        points[old], cross[old], exchanged = candidates[new], row, True
-    return points if exchanged else Z
-
-
-def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:
-    """``n`` covariances of one of ``n`` inputs with all of them."""
-    return _first(to_dense(kernel(inputs[i : i + 1], inputs)), 2)[0]
-
-
-def _first(tensor: Tensor, event_dims: int) -> Tensor:
-    """The first member of a batch."""
-    return tensor.reshape(-1, *tensor.shape[tensor.dim() - event_dims :])[0]

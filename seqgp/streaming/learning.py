@@ -22,6 +22,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.likelihoods import log_predictive
+from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.observations import Observations
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.model import StreamModel
@@ -153,7 +154,9 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
         moves_Z: Whether the inducing points are among it.
     """
     mll = DualELBO(model.likelihood, model)
-    return mll, *learnable_parameters(mll, moves_Z and model.changes_inducing_points)
+    parameters, bounds = learnable_parameters(mll, moves_Z and model.changes_inducing_points)
+    floor = noise_floor(model.likelihood, model.stream.observations.targets)
+    return mll, parameters, {**bounds, **floor}
 
 
 @torch.enable_grad()
@@ -241,9 +244,13 @@ def learn_best(
         if not with_past:
             draft.set_hyperparameters(model.stream.initial)
         if learn:
+            strategy = draft.variational_strategy
+            Z = strategy.inducing_points.detach().clone()
             place(draft, True)
             steps += maximise(draft, options, moves_Z, stands_for if with_past else None, with_past)
             if not moves_Z:
+                # What is only known at the points of before is not to be spread over more.
+                strategy.start_from(Z)
                 place(draft, False)
         bound = draft.refresh(max_steps=options.site_steps)
         return _Candidate(name, draft, bound, stream_densities(draft))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.observations import Observations
+from seqgp.streaming.guard import Guard
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.state import StreamState
 from seqgp.variational.strategy import DualVariationalStrategy
@@ -26,6 +27,8 @@ class StreamModel(Protocol):
     likelihood: Likelihood
     covar_module: Kernel
     stream: StreamState
+    #: Keeps those who read apart from updates.
+    guard: Guard
     memory_options: MemoryOptions
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
@@ -89,6 +92,10 @@ class StreamModel(Protocol):
 
     def log_target_scale(self) -> Tensor | None:
         """``[m x] 1``, the log of how much larger observations are than stored targets."""
+        ...
+
+    def note_hyperparameters(self) -> None:
+        """Note that the posterior belongs to the present hyperparameters and transforms."""
         ...
 
     def hyperparameter_values(self) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ class StreamState:
         initial: The hyperparameters that the stream began with, by name.
         moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
             so far, as they were observed; ``None`` if nobody needs them.
+        warned: Whether it has been said that more inducing points would be needed.
         restarted_at: How many had been when learning last started from scratch as well.
     """
 
@@ -47,6 +48,7 @@ class StreamState:
     learned_at: int = 0
     restarted_at: int = 0
     fades: bool = False
+    warned: bool = False
     drift: tuple[float, ...] = ()
     initial: dict[str, Tensor] = field(default_factory=dict)
     moments: Tensor | None = None

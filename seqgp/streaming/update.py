@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,8 +27,10 @@ from seqgp.progress import progress_bar
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.drift import choose_discount, fade
 from seqgp.streaming.inducing_points import (
+    DEFAULT_LIMIT,
     Candidates,
     Cluster,
+    Exchange,
     InducingPointRule,
     Keep,
     choose_for_each,
@@ -38,6 +41,7 @@ from seqgp.streaming.memory import MemoryOptions, SamplingPolicy
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.paper import PaperRule
+from seqgp.streaming.point_criterion import inducing_cost
 from seqgp.streaming.rules import (
     Batch,
     Plan,
@@ -221,15 +225,16 @@ def _learn(
 
     def place(draft: StreamModel, generously: bool) -> None:
         if inducing.follows_kernel:
-            # What is only known at the present points is not to be spread over more.
-            anew = not draft.variational_strategy.has_summary
-            own = inducing.generous() if generously and anew else inducing
+            own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule)
+    # From scratch only when hyperparameters are learnt: otherwise a few more are all that it takes.
+    anew = decision.learn or options.learn is False
+    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
     learned = rule.learn(
         model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
     )
+    _warn_at_limit(model, inducing, options.max_inducing)
     # Anew: inputs may be transformed by what was learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented)
     sites, leverage = sites_and_leverage(model, batch.data)
@@ -314,6 +319,7 @@ def _choose_inducing_points(
     inducing: InducingPointRule,
     max_points: int | None,
     rule: UpdateRule,
+    anew: bool = True,
 ) -> None:
     """Put inducing points where the rule wants them.
 
@@ -330,18 +336,17 @@ def _choose_inducing_points(
     if isinstance(inducing, Keep):
         return
     stream = model.stream
-    data = model.transformed(stream.observations)
-    J = data.points.shape[-2] // max(len(data), 1)  # points of each functional
-    _, precision = _site_precision(model, data)
+    data, represents, precision, J = _weighted_inputs(model)
+    limit = _limit(model) if max_points is None else max_points
     candidates = Candidates(
         _first_of_batch(data.points.detach()),
-        stream.represents.repeat_interleave(J),
-        precision.repeat_interleave(J),
+        represents,
+        precision,
         num_new * J,
         stream.num_seen,
-        not strategy.has_summary and not model.keeps_inducing_points,
+        (anew or Z.shape[-2] > limit) and not (strategy.has_summary or model.keeps_inducing_points),
         model.covar_module,
-        _limit(model) if max_points is None else max_points,
+        limit,
         allocator,
         stream.num_updates,
     )
@@ -353,10 +358,45 @@ def _choose_inducing_points(
         strategy.start_from(chosen)
 
 
-def _site_precision(model: StreamModel, data: Observations) -> tuple[Sites, Tensor]:
-    """Sites of observations under the present posterior, and their precisions over all latents."""
-    sites, _ = model.variational_strategy.sites(data, likelihood=model.likelihood)
-    return sites, _sum_over_batch(sites.beta.expand_as(sites.lam))
+def _weighted_inputs(model: StreamModel) -> tuple[Observations, Tensor, Tensor, int]:
+    """The observations at hand, and for each point of theirs what the criterion in nats asks.
+
+    Returns:
+        Observations as the strategy sees them; ``n J``, how many each point stands for; ``[b x]
+        n J`` precisions of sites, one row for each kernel or summed; ``J``, the number of points of
+        each.
+    """
+    strategy, batch = model.variational_strategy, model.covar_module.batch_shape
+    data = model.transformed(model.stream.observations)
+    J = data.points.shape[-2] // max(len(data), 1)
+    sites, _ = strategy.sites(data, likelihood=model.likelihood)
+    precision = sites.beta.expand_as(sites.lam)
+    # Kernels of several outputs or latents share the inducing points of one model.
+    if strategy.inducing_points.dim() > 2 or precision.shape[:-1] != batch:
+        precision = _sum_over_batch(precision)
+    represents = model.stream.represents.repeat_interleave(J)
+    return data, represents, precision.repeat_interleave(J, -1), J
+
+
+def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int | None) -> None:
+    """Say once that more inducing points than the default limit allows would be needed."""
+    Z, stream = model.variational_strategy.inducing_points.detach(), model.stream
+    default = limit is None and model.max_inducing == DEFAULT_LIMIT
+    default = default and not model.keeps_inducing_points
+    reached = Z.dim() == 2 and len(Z) >= DEFAULT_LIMIT and len(stream.observations)
+    if not (isinstance(inducing, Exchange) and default and reached) or stream.warned:
+        return
+    data, represents, precision, _ = _weighted_inputs(model)
+    cost = inducing_cost(Z, data.points.detach(), model.covar_module, precision, represents)
+    if cost > inducing.tol:
+        model.stream = replace(stream, warned=True)
+        warnings.warn(
+            f"{len(Z)} inducing points, the largest number by default, are too few for these data: "
+            f"they cost {cost:.3g} nats an observation, where {inducing.tol} are tolerated. For "
+            "more, at a higher cost of each update, build the model with inducing_points=600, say, "
+            "or pass max_inducing= to update.",
+            stacklevel=6,
+        )
 
 
 def _limit(model: StreamModel) -> int:
@@ -434,12 +474,13 @@ def update_stream(
     return records
 
 
-def forget(model: StreamModel, known: Observations) -> None:
+def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) -> None:
     """Remove observations; `SequentialGP.forget` has the documentation.
 
     Args:
         model: The model. It is changed as a whole, when all is done, or not at all.
         known: The observations, as the model stores them.
+        fade: ``n'``, how much each of them still counts, if it is no longer remembered.
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
@@ -450,9 +491,18 @@ def forget(model: StreamModel, known: Observations) -> None:
     rest = [k for k, i in enumerate(matches) if i is None]
     if rest:
         index = torch.tensor(rest, device=held.inputs.device)
+        if fade is None and draft.stream.fades:
+            raise ValueError(
+                f"X: {len(rest)} of these observations are no longer in the memory, and what has "
+                "been folded has faded since. How much of them is left is not known here: pass "
+                "fade=, the product of all discounts since each was learnt."
+            )
+        gone = draft.transformed(known.select(index))
+        if fade is not None:
+            gone = replace(gone, weights=fade.to(held.inputs)[index])
         with renamed(inputs="X", targets="Y"):
             draft.variational_strategy.unfold(
-                draft.transformed(known.select(index)),
+                gone,
                 likelihood=draft.likelihood,
                 unseen=unseen_classes(draft),
             )
@@ -495,7 +545,9 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
         coefficients = known.coefficients.unsqueeze(-2)
         same = same & (held.coefficients.unsqueeze(-3) == coefficients).all(-1)
     theirs = known.targets.unsqueeze(-1).to(held.targets)
-    equal = held.targets.unsqueeze(-2).isclose(theirs, rtol=0, atol=0, equal_nan=True)
+    ours = held.targets.unsqueeze(-2)
+    # `isclose(equal_nan=True)` does not broadcast in torch 2.4.
+    equal = (ours == theirs) | (ours.isnan() & theirs.isnan())
     same = _all_of_batch(same) & _all_of_batch(equal)
     taken: set[int] = set()
     result: list[int | None] = []

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.means import Mean
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.variational.frozen import frozen
 from seqgp.variational.stationary import stationary
 
 #: Up to this number of values their covariances are evaluated at once: a lazy kernel costs more.
@@ -127,6 +129,27 @@ def _mean_and_kernel(forward: Any) -> tuple[Mean, Kernel] | None:
     return model.mean_module, model.covar_module
 
 
+class _FrozenPrior(NamedTuple):
+    """A prior of two modules that stay what they are."""
+
+    mean_module: Mean
+    covar_module: Kernel
+
+    @mean_and_kernel
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def frozen_prior(forward: Forward) -> Forward:
+    """A prior that has the present hyperparameters, whenever it is evaluated or differentiated.
+
+    Args:
+        forward: The prior; one that is not `mean_and_kernel` is returned as it is.
+    """
+    modules = _mean_and_kernel(forward)
+    return forward if modules is None else _FrozenPrior(*map(frozen, modules)).forward
+
+
 def _from_modules(
     mean_module: Mean,
     kernel: Kernel,
@@ -175,9 +198,22 @@ def _from_modules(
     def full() -> LinearOperator:
         if known is not None and n <= SMALL and not torch.is_grad_enabled():
             return to_linear_operator(known.matrix(right, right))
-        return kernel(right)
+        return _lazy(kernel, right)
 
     return Prior(cross, mean, variance, full, prior_left)
+
+
+def _lazy(kernel: Kernel, x: Tensor) -> LinearOperator:
+    """What ``kernel(x)`` is by default.
+
+    That GPyTorch evaluates it at once is a global flag, which is on while another thread evaluates
+    a kernel; variances would then be others in the last digit.
+    """
+    if type(kernel).__call__ is not Kernel.__call__:
+        return kernel(x)
+    if kernel.active_dims is not None:
+        x = x.index_select(-1, kernel.active_dims)
+    return LazyEvaluatedKernelTensor(x, x, kernel=kernel)
 
 
 def _contract(prior: Prior, forward: Forward, points: Tensor, coefficients: Tensor) -> Prior:

@@ -133,11 +133,16 @@ class _Fingerprint(NamedTuple):
     plain: tuple[Any, ...]  # plain attributes, flags, shapes and versions
     values: Tensor  # hyperparameters and inducing points, value by value
 
-    def matches(self, other: _Fingerprint) -> bool:
+    def has_same_owners(self, other: _Fingerprint) -> bool:
         return (
             len(self.owners) == len(other.owners)
             and all(a is b for a, b in zip(self.owners, other.owners, strict=True))
             and self.plain == other.plain
+        )
+
+    def matches(self, other: _Fingerprint) -> bool:
+        return (
+            self.has_same_owners(other)
             and self.values.shape == other.values.shape
             and self.values.dtype == other.values.dtype
             and self.values.device == other.values.device
@@ -343,13 +348,13 @@ class DualState(_VariationalStrategy):
         """Replace some of the strategy's tensors, by others of any size.
 
         Args:
-            tensors: Tensors by name. Inducing points of the same shape are copied in place, so
-                that optimisers keep their parameter.
+            tensors: Tensors by name. Inducing points of the same shape become those of the same
+                parameter, so that optimisers keep it.
         """
         for name, value in tensors.items():
             old = getattr(self, name)
             if isinstance(old, Parameter) and old.shape == value.shape:
-                old.data.copy_(value)
+                old.data = value.detach().clone()  # others may still need what it had
             elif isinstance(old, Parameter):
                 setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
             else:
@@ -635,6 +640,36 @@ class DualState(_VariationalStrategy):
                 factors=factorise(own) if factors is None else factors,
             )
             self._cache = _Cached(False, self._fingerprint(), fresh)
+
+    @torch.no_grad()
+    def kept(self) -> _Cached | None:
+        """The factorisations at hand, if they were made from the present modules and duals.
+
+        Whether hyperparameters are the same, too, is seen when they are used.
+        """
+        cached = self._cache
+        if cached is None or cached.graph:
+            return None
+        return cached if cached.fingerprint.has_same_owners(self._fingerprint()) else None
+
+    @torch.no_grad()
+    def keep(self, cached: _Cached | None) -> None:
+        """Use factorisations that were made from copies of what there is now.
+
+        Args:
+            cached: What `kept` returned.
+        """
+        if cached is not None:
+            values = cached.fingerprint.values
+            cached = cached._replace(fingerprint=self._fingerprint()._replace(values=values))
+        self._cache = cached
+
+    @contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """While modules and parameters are exchanged for copies of them."""
+        cached = self.kept()
+        yield
+        self.keep(cached)
 
     def clear_cache(self) -> None:
         """Forget the factorisations; the next prediction makes them anew."""

@@ -51,7 +51,7 @@ from seqgp.observations import Observations
 from seqgp.validation import check_inducing_points, check_inputs, check_step_size
 from seqgp.variational.bound import Past, Setting, exact_bound, maximised_bound
 from seqgp.variational.linear_operators import PosteriorCovariance
-from seqgp.variational.prior_blocks import Prior, contract, joint_prior
+from seqgp.variational.prior_blocks import Forward, Prior, contract, frozen_prior, joint_prior
 from seqgp.variational.state import DualState, State
 
 #: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
@@ -706,13 +706,17 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        state, prior = self._pass(x := self._with_latents(x))
+        x, forward = self._with_latents(x), self.model.forward
+        if not self.training:
+            # The covariance, and gradients, may be evaluated when the model has moved on.
+            forward = frozen_prior(forward)
+        state, prior = self._pass(x, forward)
         A = solve_lower(state.chol, prior.cross)
         mean = prior.mean + posterior_mean(A, state.factors)
         correction = self._make_correction(state)
         reduction, sign = A[..., :0, :], A.new_ones(0, 1)
         if correction is not None:
-            c = self._observed_cross(x, state.shared) - correction.explained.mT @ A
+            c = self._observed_cross(x, state.shared, forward) - correction.explained.mT @ A
             mean = mean + (c.mT @ correction.conditioned.gain.unsqueeze(-1)).squeeze(-1)
             reduction, sign = correction.conditioned.root @ c, correction.conditioned.sign
         covariance: LinearOperator
@@ -737,15 +741,16 @@ class DualVariationalStrategy(DualState):
             )
         return self._distribution(mean, covariance)
 
-    def _pass(self, x: Tensor) -> tuple[State, Prior]:
+    def _pass(self, x: Tensor, forward: Forward) -> tuple[State, Prior]:
         """The state, and the prior at inputs, for one prediction."""
-        leaves = self.leaves()
+        leaves, Z = self.leaves(), self.inducing_points
         if leaves is None:
             state = self.state()
-            return state, joint_prior(self.model.forward, self.inducing_points, x, state.shared)
+            Z = Z if self.training else Z.view_as(Z)  # as for the prior
+            return state, joint_prior(forward, Z, x, state.shared)
         # One evaluation for all blocks: in train mode a prior may depend on everything that it is
         # evaluated at (batch normalisation) or on chance (dropout).
-        prior = joint_prior(self.model.forward, self.inducing_points, x, False, with_left=True)
+        prior = joint_prior(forward, Z, x, False, with_left=True)
         assert prior.left is not None
         return self.state_in_loop(leaves, *prior.left), prior
 
@@ -933,12 +938,14 @@ class DualVariationalStrategy(DualState):
         """Become what another strategy of the same kind is, a copy of this one for example.
 
         Args:
-            other: The other one.
+            other: The other one. The hyperparameters of its model are those of this one's by now.
         """
+        cached = other.kept()
         self.set_tensors(other.tensors())
         self.variational_params_initialized = other.variational_params_initialized
-        for name in ("_cache", "_summary_known", "_past", "_whitened"):
+        for name in ("_summary_known", "_past", "_whitened"):
             self.__dict__[name] = other.__dict__[name]
+        self.keep(cached)
 
     def _moments(self, state: State, data: Observations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` of what is observed."""
@@ -948,12 +955,12 @@ class DualVariationalStrategy(DualState):
         covariance = to_dense(prior.covariance()) - A.mT @ explained_A
         return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
 
-    def _observed_cross(self, x: Tensor, shared: bool) -> Tensor:
+    def _observed_cross(self, x: Tensor, shared: bool, forward: Forward) -> Tensor:
         """``... x q x n`` prior covariance of what was observed with values at ``... x n x d``."""
         assert self._observed is not None
         data = self._observed.data
         points, c = self._with_latents(data.points), data.coefficients
-        cross = joint_prior(self.model.forward, points, x, shared).cross
+        cross = joint_prior(forward, points, x, shared).cross
         if c is None:
             return cross
         c = c if self.num_latents is None else c.unsqueeze(-3)

@@ -142,6 +142,8 @@ def test_tutorials_can_be_downloaded_as_notebooks(built: Path) -> None:
 def test_every_tutorial_is_in_the_gallery() -> None:
     scripts = [p.stem for p in (ROOT / "tutorials").glob("*.py") if "def main(" in p.read_text()]
     assert sorted(scripts) == sorted(TUTORIALS)
+    by_job = re.findall(r":doc:`(\w+)`", (ROOT / "tutorials" / "GALLERY_HEADER.txt").read_text())
+    assert by_job == list(TUTORIALS)
 
 
 def test_promises_name_tests_that_exist() -> None:

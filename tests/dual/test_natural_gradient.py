@@ -68,7 +68,7 @@ def test_fixed_point_is_that_of_gpytorch(name: str) -> None:
     data = problem(name)
     model = data.model().eval()
     info = data.learn(model)
-    ours = name in ("bernoulli", "laplace", "softmax", "softmax_mixing")
+    ours = name in ("bernoulli", "heteroscedastic", "laplace", "softmax", "softmax_mixing")
     likelihood = with_same_expectations(data.likelihood) if ours else data.likelihood
     svgp, bound = svgp_by_natural_gradients(data, likelihood)
     assert_same_posterior(model, svgp, data.test)

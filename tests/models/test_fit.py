@@ -313,6 +313,23 @@ def test_minibatches_stop_when_they_have_converged() -> None:
     assert value(mll, model) < found + 0.01
 
 
+def test_few_inducing_points_do_not_pass_a_fast_function_off_as_noise() -> None:
+    """The initial kernel needs a dozen of them; the one that an exact GP finds needs more."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    Y = torch.sin(40 * X) + 0.1 * noise
+    model = SequentialGP(X, Y, inducing_points=100)
+    assert model.variational_strategy.inducing_points.shape[-2] < 20
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    exact = SingleTaskGP(X, Y)
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(exact.likelihood, exact))
+    assert_close(model.covar_module.lengthscale, exact.covar_module.lengthscale, 1e-3)
+    assert_close(model.likelihood.noise, exact.likelihood.noise, 1e-3)
+    assert_close(model.posterior(X).mean, exact.posterior(X).mean, 1e-3)
+    # Those that are not needed in the end are dropped.
+    assert 20 < model.variational_strategy.inducing_points.shape[-2] < 90
+
+
 # -------------------------------------------------------------------- learnable transforms
 
 
@@ -385,14 +402,17 @@ def test_statistics_are_frozen_while_fitting() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
+@pytest.mark.parametrize("standardized", [False, True], ids=["raw", "standardized"])
 @pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])
-def test_noise_that_wants_to_be_zero(likelihood: Any) -> None:
-    """Data without noise: on its way to zero the scale meets the end of its support."""
+def test_noise_that_wants_to_be_zero(likelihood: Any, standardized: bool) -> None:
+    """Data without noise: it ends at BoTorch's minimum, where the posterior is still right."""
     X = make_inputs(30, 2)
     Y = torch.sin(5 * X).sum(-1, keepdim=True)
-    model = SequentialGP(X, Y, likelihood=likelihood(), outcome_transform=None)
+    options = {} if standardized else {"outcome_transform": None}
+    model = SequentialGP(X, Y, likelihood=likelihood(), **options)
     fit_gpytorch_mll(DualELBO(model.likelihood, model))
-    assert model.likelihood.noise < 1e-3
+    expected = 1e-4 * model.train_targets.var()
+    assert model.likelihood.noise.item() == pytest.approx(expected.item(), rel=1e-6)
     assert (model.posterior(X).mean - Y).abs().max() < 0.01
 
 

@@ -20,8 +20,9 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from seqgp import BinomialLikelihood, OrdinalLikelihood, SequentialGP
-from seqgp.models.construction import ALL_INPUTS, STREAM_INDUCING
+from seqgp.models.construction import ALL_INPUTS
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT
 from tests.helpers import (
     CASES,
     CONJUGATE,
@@ -100,7 +101,7 @@ def test_posterior_follows_the_prior(outputs: int, in_place: bool) -> None:
 @all_likelihoods
 @pytest.mark.parametrize("shape", [(5, 2), (1, 2), (4, 3, 2), (2, 4, 3, 2)], ids=str)
 def test_shapes(name: str, shape: tuple[int, ...]) -> None:
-    model, X, c = data(name).model(), make_inputs(*shape), CASES[name].num_latents or 1
+    model, X, c = data(name).model(), make_inputs(*shape), CASES[name].num_outputs
     latent = model.posterior(X)
     assert latent.mean.shape == latent.variance.shape == (*shape[:-1], c)
     assert latent.rsample(torch.Size([7])).shape == (7, *shape[:-1], c)
@@ -214,7 +215,7 @@ def test_default_inducing_points() -> None:
     assert torch.equal(inducing_points(few), few)
     assert torch.equal(inducing_points(many[:200]), many[:200])
     chosen = inducing_points(many)
-    assert chosen.shape == (STREAM_INDUCING, 2)
+    assert chosen.shape == (DEFAULT_LIMIT, 2)
     assert is_subset(chosen, many)
 
 

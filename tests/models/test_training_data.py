@@ -227,6 +227,18 @@ def test_a_stream_says_that_only_the_memory_is_there() -> None:
         assert len(ours.train_targets) == 7
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_data_in_botorchs_shapes(outputs: int) -> None:
+    X, Y = make_inputs(5, 2), torch.randn(5, outputs)
+    ours, exact = pair(outputs=outputs)
+    for mine, theirs in zip(
+        ours._transform_tensor_args(X, Y, Y.square()),
+        exact._transform_tensor_args(X, Y, Y.square()),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["mean noise", "given noise"])
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("batch_shape", [torch.Size(), torch.Size([2])], ids=str)

@@ -45,6 +45,58 @@ def test_all_that_is_old_fades_whether_remembered_or_folded(memory: int) -> None
     assert_close(model.posterior(grid).variance, expected.posterior(grid).variance, 1e-6)
 
 
+@pytest.mark.parametrize("memory", [0, 1000])
+def test_what_has_faded_can_be_forgotten(memory: int) -> None:
+    """It is taken out with the weight that it has, whether remembered or folded."""
+    first, second, third = batches(3)
+    Z = torch.linspace(0, 1, 12).unsqueeze(-1)
+    options = {"covar_module": RBFKernel(), "inducing_points": Z, "outcome_transform": None}
+    models = []
+    for gone in (0, 4):
+        models.append(SequentialGP(first[0][gone:], first[1][gone:], **options))
+        for (X, Y), discount in ((second, 0.5), (third, 0.8)):
+            models[-1].update(X, Y, memory=memory, learn=False, discount=discount)
+    X, Y = first[0][:4], first[1][:4]
+    if not memory:
+        with pytest.raises(ValueError, match="product of all discounts"):
+            models[0].forget(X, Y)
+        for fade in (torch.ones(3), torch.full((4,), 1.5)):
+            with pytest.raises(ValueError, match="fade: expected 4 numbers"):
+                models[0].forget(X, Y, fade=fade)
+    models[0].forget(X, Y, fade=None if memory else torch.full((4,), 0.4))
+    grid = torch.linspace(-0.2, 1.2, 40).unsqueeze(-1)
+    found, expected = (model.posterior(grid) for model in models)
+    assert_close(found.mean, expected.mean, 1e-6)
+    assert_close(found.variance, expected.variance, 1e-6)
+
+
+def gradual(number: int, size: int = 20) -> list[tuple[Tensor, Tensor]]:
+    """Noisy values of a function whose phase moves by a sixteenth of a period a batch."""
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for k in range(number):
+        X = torch.rand(size, 1, generator=generator)
+        f = torch.sin(6 * X + 2 * torch.pi * k / 16)
+        result.append((X, f + 0.2 * torch.randn(size, 1, generator=generator)))
+    return result
+
+
+@pytest.mark.slow
+def test_a_gradual_change_is_followed() -> None:
+    """By a given discount; one that is chosen by itself helps a little. Predict, then learn."""
+    stream = gradual(20)
+    errors = []
+    for discount in (1.0, "auto", 0.5):
+        model, own = SequentialGP(*stream[0]), []
+        for X, Y in stream[1:]:
+            with torch.no_grad():
+                own.append((model.posterior(X).mean - Y).square().mean())
+            model.update(X, Y, discount=discount)
+        errors.append(float(torch.stack(own[4:]).mean().sqrt()))
+    assert errors[1] < errors[0]
+    assert errors[2] < 0.7 * errors[0]
+
+
 def test_densities_are_those_after_fading() -> None:
     first, second = batches(2)
     model = SequentialGP(*first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from botorch.models.utils.inducing_point_allocators import GreedyVarianceReduction
@@ -9,7 +11,8 @@ from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.streaming.inducing_points import choose_inducing_points, cluster_inducing_points
+from seqgp.streaming.inducing_points import cluster_inducing_points, fill_up
+from seqgp.streaming.point_criterion import choose_inducing_points, inducing_cost
 from tests.helpers import unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -101,6 +104,19 @@ def test_an_allocator_chooses_anew() -> None:
 
 
 @unscaled
+def test_filling_up() -> None:
+    X = points(0, 1, 50)
+    Z = torch.cat([X[:3], torch.tensor([[2.0]])])
+    filled = fill_up(Z, X, 20)
+    assert torch.equal(filled[:4], Z)
+    assert len(torch.unique(filled, dim=0)) == 20
+    assert torch.isin(filled[4:], X).all()
+    assert filled[4:].max() - filled[4:].min() > 0.7  # not all from one place
+    assert torch.equal(fill_up(Z, X, 20), filled)
+    assert len(fill_up(Z, X, 100)) == 51  # all there are
+    assert fill_up(Z, X, 4) is Z
+
+
 def test_points_travel_without_loss_until_they_are_rebased() -> None:
     """There and back again: predictions are the same; with a rebase in between they are not."""
     X = torch.rand(40, 2)
@@ -214,3 +230,98 @@ def test_clusters_along_a_stream() -> None:
     for centre in (0.0, 1.0, 5.0, 6.0):
         assert (Z - centre).abs().min() < 0.1  # two standard deviations of a cluster
     assert (model.posterior(X).mean - Y).abs().max() < 0.01
+
+
+def two_kernels(first: float, second: float) -> tuple[Kernel, list[Kernel]]:
+    """A batch of two, and the same one by one."""
+    scales = torch.tensor([first, second]).reshape(2, 1, 1), torch.tensor([0.5, 2.0])
+    batch = torch.Size([2])
+    both = ScaleKernel(MaternKernel(nu=2.5, batch_shape=batch), batch_shape=batch)
+    both.base_kernel.lengthscale, both.outputscale = scales
+    single = []
+    for i in range(2):
+        single.append(ScaleKernel(MaternKernel(nu=2.5)))
+        single[i].base_kernel.lengthscale, single[i].outputscale = scales[0][i], scales[1][i]
+    return both, single
+
+
+def test_costs_of_several_kernels_add_up() -> None:
+    """Against the definition, densely, at each step."""
+    both, single = two_kernels(1.0, 0.3)
+    X, generator = points(0, 5, 60), torch.Generator().manual_seed(0)
+    beta = 5 * torch.rand(2, 60, generator=generator)
+    number = 1 + torch.randint(3, (60,), generator=generator)
+
+    def each(Z: Tensor) -> Tensor:
+        left = torch.stack([unexplained(Z, X, k) for k in single])
+        return (beta * left).sum(0)
+
+    Z = points(0, 1, 3)
+    expected = Z
+    while 0.5 * (number * each(expected)).sum() > 0.005 * number.sum():
+        expected = torch.cat([expected, X[each(expected).argmax()].unsqueeze(0)])
+    torch.testing.assert_close(choose_inducing_points(Z, X, both, 99, beta, number), expected)
+    cost = 0.5 * (number * each(Z)).sum() / number.sum()
+    assert inducing_cost(Z, X, both, beta, number) == pytest.approx(float(cost), rel=1e-6)
+
+
+@pytest.mark.parametrize("m", [20, 40])
+def test_exchanges_for_several_kernels_are_those_of_the_dense_rule(m: int) -> None:
+    both, single = two_kernels(1.0, 0.3)
+    generator = torch.Generator().manual_seed(m)
+    Z = 2 * torch.rand(m, 1, generator=generator)
+    X = 2 * torch.rand(100, 1, generator=generator) + 1
+    beta = torch.tensor([[3.0], [1.0]]).expand(2, 100)
+    with torch.no_grad():
+        expected = Z.clone()
+        for _ in range(m):
+            own, left = torch.zeros(m), torch.zeros(100)
+            for k, share in zip(single, (0.75, 0.25), strict=True):
+                K = k(expected).to_dense()
+                inverse = torch.linalg.inv(K + 1e-8 * K.diagonal().diag())
+                cross = k(expected, X).to_dense()
+                own += share / inverse.diagonal()
+                left += share * (k(X, diag=True) - (cross * (inverse @ cross)).sum(0))
+            if left.max() <= max(2 * 0.005 / 4, 2 * own.min()):
+                break
+            expected[own.argmin()] = X[left.argmax()]
+        assert (expected != Z).any()
+        assert torch.equal(choose_inducing_points(Z, X, both, m, beta), expected)
+
+
+def test_an_output_that_needs_more_inducing_points_gets_them() -> None:
+    """Whichever output comes first."""
+    X = points(0, 1, 120)
+    Y = torch.cat([X, torch.sin(60 * X)], -1)
+    numbers = []
+    for columns in ([0], [1], [0, 1], [1, 0]):
+        model = SequentialGP(X[::12], Y[::12, columns])
+        scale = torch.tensor([5.0, 0.03])[columns]
+        shape = model.covar_module.lengthscale.shape
+        model.covar_module.lengthscale = scale.reshape(shape)
+        model.update(X, Y[:, columns], learn=False, inducing="adapt")
+        numbers.append(model.variational_strategy.inducing_points.shape[-2])
+    assert numbers[0] < 10 < numbers[1]
+    assert numbers[2] == numbers[3] > 0.9 * numbers[1]  # noise and scale are others
+
+
+def test_too_few_inducing_points_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("seqgp.streaming.update", "seqgp.models.sequential_gp"):
+        monkeypatch.setattr(f"{module}.DEFAULT_LIMIT", 8)
+    X = torch.rand(60, 2, generator=torch.Generator().manual_seed(0))
+    Y = torch.sin(20 * X).sum(-1, keepdim=True)
+
+    def run(**options: int) -> int:
+        model, found = SequentialGP(X[:10], Y[:10], **options), 0
+        model.covar_module.lengthscale = 0.05
+        for part in (X[:10], X[10:40], X[40:]):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.update(part, torch.sin(20 * part).sum(-1, keepdim=True), steps=1)
+            assert all(str(warning.message).startswith("8 inducing") for warning in caught)
+            assert all(warning.filename == __file__ for warning in caught)
+            found += len(caught)
+        return found
+
+    assert run() == 1
+    assert run(inducing_points=7) == 0  # as many as the user wants

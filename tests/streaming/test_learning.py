@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, LaplaceLikelihood
 
-from seqgp import SequentialGP
-from seqgp.streaming.learning import decide, is_better, leave_one_out
+from benchmarks.small_batches import labels
+from seqgp import DualELBO, SequentialGP
+from seqgp.streaming.learning import decide, is_better, learnable, leave_one_out
 from tests.streaming.test_update import make_data, make_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -57,6 +59,14 @@ def test_leave_one_out(name: str) -> None:
         torch.testing.assert_close(found[i], expected[0], atol=tolerance, rtol=0)
 
 
+def test_noise_has_a_floor_while_it_is_learnt() -> None:
+    X = torch.linspace(0, 1, 9).unsqueeze(-1)
+    model = SequentialGP(X, X, likelihood=LaplaceLikelihood(), outcome_transform=None)
+    lower, _ = learnable(model, moves_Z=False)[2]["likelihood.raw_noise"]
+    model.likelihood.raw_noise.data.fill_(lower)
+    assert model.likelihood.noise.item() == pytest.approx(1e-4 * X.var().item(), rel=1e-5)
+
+
 def test_chance_is_no_improvement() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(300, 2, 200, generator=generator)
@@ -91,6 +101,19 @@ def test_a_smooth_beginning_does_not_fix_the_noise() -> None:
 
 
 @pytest.mark.slow
+def test_a_fast_function_is_not_passed_off_as_noise() -> None:
+    """Few inducing points favour long lengthscales, which need few: learning has more of them."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    Y = torch.sin(40 * X) + 0.1 * noise
+    model = SequentialGP(X[:100], Y[:100])
+    for x, y in zip(X[100:].split(50), Y[100:].split(50), strict=True):
+        model.update(x, y)
+    assert (model.posterior(X).mean - torch.sin(40 * X)).square().mean().sqrt() < 0.06
+    assert model.likelihood.noise.sqrt() * model.outcome_transform.stdvs < 0.15
+
+
+@pytest.mark.slow
 def test_a_periodic_series_in_order() -> None:
     generator = torch.Generator().manual_seed(0)
     X = torch.linspace(0, 1, 400).unsqueeze(-1)
@@ -118,6 +141,23 @@ def test_labels_of_one_kind_and_then_the_other() -> None:
         model.update(x, y)
     probability = model.posterior(X, observation_noise=True).mean
     assert ((probability > 0.5) == (Y > 0.5)).double().mean() > 0.98
+
+
+@pytest.mark.slow
+def test_many_batches_of_three_labels_are_as_good_as_all_at_once() -> None:
+    """`python -m benchmarks small_batches` has 2,000 of them."""
+    X, Y = labels(30 + 3 * 150 + 1000, seed=1)
+    train, test = slice(0, 480), slice(480, None)
+    stream = SequentialGP(X[:30], Y[:30], likelihood=BernoulliLikelihood())
+    for part in torch.arange(30, 480).split(3):
+        stream.update(X[part], Y[part])
+    offline = SequentialGP(X[train], Y[train], likelihood=BernoulliLikelihood())
+    fit_gpytorch_mll(DualELBO(offline.likelihood, offline))
+    ours, theirs = (
+        -model.log_predictive_density(X[test], Y[test].squeeze(-1)).mean()
+        for model in (stream, offline)
+    )
+    assert ours < 1.05 * theirs
 
 
 def test_nothing_new_changes_nothing() -> None:

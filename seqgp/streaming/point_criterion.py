@@ -1,0 +1,231 @@
+r"""Inducing points by a criterion in nats: as many as the data need, and the best of them.
+
+Inducing points cost the bound
+
+.. math:: \tfrac12 \sum_i n_i \sum_b \beta_{bi} r_{bi}
+
+nats, where :math:`r_{bi} = k_b(x_i, x_i) - k_{iz} K_{zz}^{-1} k_{zi}` is the variance that they
+leave unexplained at a candidate, :math:`\beta_{bi}` the precision of its site and :math:`n_i` the
+number of observations that it stands for. Outputs or latents with kernels :math:`k_b` of their own
+share the inducing points; where there is one kernel, its precisions are sums over outputs and
+latents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
+from gpytorch.kernels import Kernel
+from linear_operator import to_dense
+from torch import Tensor
+
+from seqgp.dual import scaled_cholesky, solve_lower
+from seqgp.dual.linalg import relative_jitter
+
+#: The loss that is tolerated by default, in nats for each observation.
+TOLERANCE = 0.005
+
+
+class _Criterion(NamedTuple):
+    """What inducing points are judged by."""
+
+    prior: Tensor  # b x n, prior variances
+    precision: Tensor  # b x n
+    number: Tensor  # n, the observations that each candidate stands for
+    A: Tensor  # b x m x n, whitened cross-covariances with the present points
+    residual: Tensor  # b x n, what they leave unexplained
+
+    def cost(self, residual: Tensor) -> Tensor:
+        """In nats, of what is left unexplained."""
+        return 0.5 * (self.number * self.precision * residual).sum()
+
+
+def _criterion(
+    Z: Tensor,
+    candidates: Tensor,
+    kernel: Kernel,
+    precision: Tensor | None,
+    represents: Tensor | None,
+) -> _Criterion:
+    prior = _members(kernel(candidates, diag=True), 1)
+    beta = torch.ones_like(prior[:1]) if precision is None else precision.to(prior)
+    if beta.dim() < 2 or len(beta) != len(prior):  # shared evenly by all kernels
+        beta = beta.reshape(-1, beta.shape[-1]).sum(0) / len(prior)
+    beta = beta.expand_as(prior)
+    number = torch.ones_like(prior[0]) if represents is None else represents.to(prior)
+    A, residual = prior.new_zeros(len(prior), 0, len(candidates)), prior.clone()
+    if len(Z):
+        K = _members(to_dense(kernel(Z)), 2)
+        cross = _members(to_dense(kernel(Z, candidates)), 2)
+        A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
+        residual = (prior - A.square().sum(-2)).clamp_min(0)
+    return _Criterion(prior, beta, number, A, residual)
+
+
+@torch.no_grad()
+def inducing_cost(
+    Z: Tensor,
+    candidates: Tensor,
+    kernel: Kernel,
+    precision: Tensor | None = None,
+    represents: Tensor | None = None,
+) -> float:
+    """What inducing points cost the bound, in nats for each observation.
+
+    Args:
+        Z: ``m x d`` inducing points.
+        candidates: ``n x d`` inputs of observations; at least one.
+        kernel: The kernel, or a batch of them.
+        precision: ``[b x] n`` precisions of the sites; by default one.
+        represents: ``n``, how many observations each stands for; by default one.
+    """
+    parts = _criterion(Z, candidates, kernel, precision, represents)
+    return float(parts.cost(parts.residual) / parts.number.sum())
+
+
+@torch.no_grad()
+def choose_inducing_points(
+    Z: Tensor,
+    candidates: Tensor,
+    kernel: Kernel,
+    max_points: int,
+    precision: Tensor | None = None,
+    represents: Tensor | None = None,
+    allocator: InducingPointAllocator | None = None,
+    tol: float = TOLERANCE,
+    gain: float = 2.0,
+) -> Tensor:
+    r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
+
+    If they cost less than a tolerance for each observation, ``Z`` stays as it is. Otherwise the
+    candidate that costs the most is added, again and again (a pivoted Cholesky factorisation of the
+    candidates given ``Z``), while there is room. Then it takes the place of the most redundant
+    point, that of which the others leave the least unexplained, as long as this is ``gain`` times
+    less than its own. With one kernel, every exchange raises :math:`|K_{zz}|`: points do not come
+    and go.
+
+    Args:
+        Z: ``m x d`` present inducing points; there may be none.
+        candidates: ``n x d`` inputs to choose from.
+        kernel: The kernel, or a batch of ``b`` of them, whose costs are added up.
+        max_points: The largest number of inducing points.
+        precision: ``[b x] n`` precisions of the sites; by default one.
+        represents: ``n``, how many observations each candidate stands for; by default one.
+        allocator: A BoTorch allocator that chooses anew among old points and candidates when there
+            is no room, instead of exchanges. It sees the first kernel of a batch.
+        tol: The loss that is tolerated, in nats for each observation.
+        gain: How much an exchange has to bring.
+
+    Returns:
+        ``m' x d`` inducing points; ``Z`` itself if nothing is new.
+    """
+    if not len(candidates):
+        return Z
+    parts = _criterion(Z, candidates, kernel, precision, represents)
+    beta, residual, jitter = parts.precision, parts.residual, relative_jitter(Z.dtype)
+    tolerated = tol * parts.number.sum()
+    chosen: list[int] = []
+    roots = [parts.A]  # rows of the Cholesky factors of the candidates, block by block
+    while bool(parts.cost(residual) > tolerated):
+        if len(Z) + len(chosen) >= max_points:
+            Z = torch.cat([Z, candidates[chosen]])
+            if allocator is None:
+                shares = (parts.number * beta).sum(-1)
+                least = float(2 * tolerated / shares.sum())
+                return _exchange(Z, candidates, kernel, shares / shares.sum(), least, gain)
+            union = torch.cat([Z, candidates])
+            return allocator.allocate_inducing_points(
+                union, first_kernel(kernel), min(max_points, len(union)), torch.Size()
+            )
+        pivot = int((beta * residual).sum(0).argmax())
+        if len(roots) == 33:  # products with a few large blocks are faster than with many rows
+            roots = [torch.cat(roots, -2)]
+        row = _row(kernel, candidates, pivot)
+        for block in roots:
+            row = row - (block[..., pivot].unsqueeze(-2) @ block).squeeze(-2)
+        own = row[:, pivot].unsqueeze(-1)
+        is_new = own > jitter * parts.prior[:, pivot].unsqueeze(-1)
+        if not bool(is_new.any()):
+            break  # what is left is rounding
+        root = torch.where(is_new, row / own.where(is_new, 1.0).sqrt(), 0.0)
+        residual = (residual - root.square()).clamp_min(0)
+        residual[:, pivot] = 0
+        roots.append(root.unsqueeze(-2))
+        chosen.append(pivot)
+    if not len(Z) and not chosen:
+        chosen = [int((beta * residual).sum(0).argmax())]
+    return torch.cat([Z, candidates[chosen]]) if chosen else Z
+
+
+def _exchange(
+    Z: Tensor, candidates: Tensor, kernel: Kernel, shares: Tensor, tolerated: float, gain: float
+) -> Tensor:
+    r"""Redundant points exchanged for candidates, at most each of them once.
+
+    Kept up to date, at :math:`O(m^2 + m n)` an exchange, are :math:`P = K_{zz}^{-1}`, of which
+    :math:`1 / P_{jj}` is the variance of a point's value given those of all others, the weights
+    :math:`B = P K_{zx}` and what they leave unexplained. Without point ``j``
+
+    .. math::
+        P' = P - P_j P_j^T / P_{jj}, \quad B' = B - P_j B_j^T / P_{jj}, \quad
+        r' = r + B_j^2 / P_{jj},
+
+    and a point with covariances ``g`` and variance ``s`` given the others comes in by the same
+    formulas read backwards. In double precision, in which rounding errors stay far below what is
+    decided on. Variances of several kernels are averaged with given ``b`` shares, those that they
+    have in the precision of all observations.
+    """
+    jitter, points = relative_jitter(Z.dtype), Z.clone()
+    share = shares.double().unsqueeze(-1)
+    prior = _members(kernel(candidates, diag=True), 1).double()
+    K = _members(to_dense(kernel(Z)), 2).double()
+    cross = _members(to_dense(kernel(Z, candidates)), 2).double().clone()
+    P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
+    B = P @ cross
+    unexplained = prior - (cross * B).sum(-2)
+    exchanged = False
+    for _ in range(len(Z)):
+        own, left = (share / P.diagonal(dim1=-2, dim2=-1)).sum(0), (share * unexplained).sum(0)
+        old, new = int(own.argmin()), int(left.argmax())
+        if float(left[new]) <= max(tolerated, gain * float(own[old])):
+            break
+        deviation = P[:, old, old].sqrt().unsqueeze(-1)
+        weights, row = P[:, old] / deviation, B[:, old] / deviation
+        P -= weights.unsqueeze(-1) * weights.unsqueeze(-2)
+        B -= weights.unsqueeze(-1) * row.unsqueeze(-2)
+        unexplained += row.square()
+        P[:, old], P[:, :, old], B[:, old] = 0, 0, 0
+
+        covariance = _row(kernel, candidates, new).double()
+        column = cross[:, :, new].clone()
+        column[:, old] = 0  # what is left of the points
+        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2)
+        deviation = (given[:, new] + jitter * prior[:, new]).sqrt().unsqueeze(-1)
+        weights, row = -B[:, :, new] / deviation, given / deviation
+        weights[:, old] = 1 / deviation.squeeze(-1)
+        P += weights.unsqueeze(-1) * weights.unsqueeze(-2)
+        B += weights.unsqueeze(-1) * row.unsqueeze(-2)
+        unexplained -= row.square()
+        points[old], cross[:, old], exchanged = candidates[new], covariance, True
+    return points if exchanged else Z
+
+
+def first_kernel(kernel: Kernel) -> Kernel:
+    """The first member of a batch of kernels: BoTorch's allocators know few batches.
+
+    Args:
+        kernel: The batch.
+    """
+    return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
+
+
+def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:
+    """``b x n`` covariances of one of ``n`` inputs with all of them."""
+    return _members(to_dense(kernel(inputs[i : i + 1], inputs)), 2)[:, 0]
+
+
+def _members(tensor: Tensor, event_dims: int) -> Tensor:
+    """``b x ...``, with one batch dimension."""
+    return tensor.reshape(-1, *tensor.shape[tensor.dim() - event_dims :])

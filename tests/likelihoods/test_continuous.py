@@ -1,0 +1,257 @@
+"""Gamma, censored, psychometric and heteroscedastic likelihoods, against 50 digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from botorch.acquisition import qKnowledgeGradient
+from botorch.sampling import SobolQMCNormalSampler
+from gpytorch.likelihoods import BernoulliLikelihood
+from torch import Tensor
+
+from seqgp import (
+    CensoredGaussianLikelihood,
+    GammaLikelihood,
+    HeteroscedasticGaussianLikelihood,
+    PsychometricLikelihood,
+    SequentialGP,
+)
+from seqgp.acquisition.uncertainty import link_of
+from seqgp.likelihoods import expectations, log_predictive
+from tests.helpers import assert_close, make_inputs
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+MOMENTS = [(0.3, 0.05), (-1.0, 0.5), (1.2, 0.8)]
+STEP = mpmath.mpf(1) / 8
+
+
+def normal_expectations(
+    function: Callable[[Any], Any], mean: float, variance: float
+) -> tuple[float, float, float, float]:
+    """``E[g]``, its derivatives alpha and beta, and ``log E[exp g]``, with 50 digits.
+
+    By the trapezoidal rule, which converges exponentially for analytic functions under a Gaussian.
+    By Stein's lemma derivatives are expectations, too.
+    """
+    with mpmath.workdps(50):
+        sd = mpmath.sqrt(mpmath.mpf(variance))
+        nodes = [STEP * k for k in range(-128, 129)]
+        weights = [STEP * mpmath.npdf(z) for z in nodes]
+        values = [function(mpmath.mpf(mean) + sd * z) for z in nodes]
+        rows = list(zip(weights, nodes, values, strict=True))
+        first = mpmath.fsum(w * g for w, _, g in rows)
+        alpha = mpmath.fsum(w * z * g for w, z, g in rows) / sd
+        beta = mpmath.fsum(w * (1 - z * z) * g for w, z, g in rows) / sd**2
+        density = mpmath.fsum(w * mpmath.exp(g) for w, _, g in rows)
+        return float(first), float(alpha), float(beta), float(mpmath.log(density))
+
+
+def log_interval(low: Any, high: Any) -> Any:
+    """``log(Phi(high) - Phi(low))``, in the tail where it is small."""
+    if low + high > 0:
+        low, high = -high, -low
+    return mpmath.log(
+        (mpmath.erfc(-high / mpmath.sqrt(2)) - mpmath.erfc(-low / mpmath.sqrt(2))) / 2
+    )
+
+
+def gamma(shape: float, y: float) -> tuple[GammaLikelihood, Callable[[Any], Any]]:
+    a, y_ = mpmath.mpf(shape), mpmath.mpf(y)
+    return (
+        GammaLikelihood().initialize(shape=shape),
+        lambda f: (
+            (a * mpmath.log(a) - a * f - mpmath.loggamma(a) + (a - 1) * mpmath.log(y_))
+            - a * y_ * mpmath.exp(-f)
+        ),
+    )
+
+
+def psychometric(g: float, lapse: float, y: float) -> tuple[Any, Callable[[Any], Any]]:
+    def log_prob(f: Any) -> Any:
+        p = mpmath.mpf(g) + (1 - mpmath.mpf(g) - mpmath.mpf(lapse)) * mpmath.ncdf(f)
+        return mpmath.log(p if y else 1 - p)
+
+    return PsychometricLikelihood(g, lapse), log_prob
+
+
+def censored(y: float, side: int, width: float) -> tuple[Any, Callable[[Any], Any]]:
+    likelihood = CensoredGaussianLikelihood().initialize(noise=0.8)
+    sd, y_ = mpmath.sqrt(mpmath.mpf(likelihood.noise.item())), mpmath.mpf(y)
+
+    def log_prob(f: Any) -> Any:
+        z = (y_ - f) / sd
+        if width:
+            return log_interval(z, z + mpmath.mpf(width) / sd)
+        if side:
+            return mpmath.log(mpmath.erfc(side * z / mpmath.sqrt(2)) / 2)
+        return -z * z / 2 - mpmath.log(sd) - mpmath.log(2 * mpmath.pi) / 2
+
+    return likelihood, log_prob
+
+
+#: Made where they are used, in double precision.
+ONE: dict[str, tuple[Callable[[], Any], float, dict[str, float]]] = {
+    "gamma": (lambda: gamma(3.0, 0.7), 0.7, {}),
+    "exponential": (lambda: gamma(1.0, 2.5), 2.5, {}),
+    "guess, right": (lambda: psychometric(0.5, 0.02, 1.0), 1.0, {}),
+    "guess, wrong": (lambda: psychometric(0.5, 0.02, 0.0), 0.0, {}),
+    "lapse": (lambda: psychometric(0.1, 0.1, 0.0), 0.0, {}),
+    "exact": (lambda: censored(0.7, 0, 0.0), 0.7, {"side": 0.0}),
+    "above": (lambda: censored(0.7, 1, 0.0), 0.7, {"side": 1.0}),
+    "below": (lambda: censored(0.7, -1, 0.0), 0.7, {"side": -1.0}),
+    "between": (lambda: censored(0.2, 0, 0.5), 0.2, {"width": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", list(ONE))
+@pytest.mark.parametrize("moments", MOMENTS, ids=str)
+@torch.no_grad()
+def test_one_latent_against_fifty_digits(name: str, moments: tuple[float, float]) -> None:
+    make, y, given = ONE[name]
+    likelihood, log_prob = make()
+    mean, variance = moments
+    arguments = {key: torch.tensor([value]) for key, value in given.items()}
+    q = torch.tensor([mean]), torch.tensor([variance])
+    actual = expectations(likelihood, torch.tensor([y]), *q, **arguments)
+    *expected, log_density = normal_expectations(log_prob, mean, variance)
+    for got, want in zip(actual, expected, strict=True):
+        # Quadrature with 64 nodes: exact but for the bend of a wrong response.
+        assert got.item() == pytest.approx(want, rel=1e-8, abs=1e-8)
+    got = log_predictive(likelihood, torch.tensor([y]), *q, **arguments).item()
+    assert got == pytest.approx(log_density, rel=1e-9)
+
+
+@torch.no_grad()
+def test_heteroscedastic_against_two_dimensional_quadrature() -> None:
+    likelihood, y = HeteroscedasticGaussianLikelihood(), 0.7
+    mean, variance = torch.tensor([0.3, -1.0]), torch.tensor([0.05, 0.5])
+    actual = expectations(likelihood, torch.tensor([y]), mean[None], variance[None])
+    nodes, weights = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(40))
+    z = torch.cartesian_prod(nodes, nodes)
+    w = torch.cartesian_prod(weights, weights).prod(-1) / (2 * torch.pi)
+    g = likelihood.forward(mean + variance.sqrt() * z).log_prob(torch.tensor(y))
+    assert_close(actual.log_prob[0], w @ g, 1e-12)
+    assert_close(actual.alpha[0], (w * g) @ z / variance.sqrt(), 1e-11)
+    assert_close(actual.beta[0], (w * g) @ (1 - z.square()) / variance, 1e-11)
+
+
+@torch.no_grad()
+def test_heteroscedastic_predictive_density_against_fifty_digits() -> None:
+    q = torch.tensor([[0.3, -1.0]]), torch.tensor([[0.05, 0.5]])
+
+    def log_density(g: Any) -> Any:
+        total = mpmath.mpf(0.05) + mpmath.exp(g)
+        square = (mpmath.mpf(0.7) - mpmath.mpf(0.3)) ** 2
+        return -square / (2 * total) - mpmath.log(2 * mpmath.pi * total) / 2
+
+    expected = normal_expectations(log_density, -1.0, 0.5)[-1]
+    actual = log_predictive(HeteroscedasticGaussianLikelihood(), torch.tensor([0.7]), *q)
+    assert actual.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_rates_it_is_a_bernoulli_likelihood() -> None:
+    X = make_inputs(20, 2)
+    Y = (X.sum(-1, keepdim=True) > 1).to(X)
+    plain = SequentialGP(X, Y, likelihood=BernoulliLikelihood())
+    other = SequentialGP(X, Y, likelihood=PsychometricLikelihood(0.0, 0.0))
+    other.mean_module, other.covar_module = plain.mean_module, plain.covar_module
+    assert_close(other.posterior(X).mean, plain.posterior(X).mean)
+    assert_close(other.posterior(X).variance, plain.posterior(X).variance)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "f", "expected"),
+    [
+        (PsychometricLikelihood(0.5, 0.1), 0.0, 0.7),
+        (GammaLikelihood(), 1.0, 2.718281828459045),
+        (CensoredGaussianLikelihood(), 1.5, 1.5),
+    ],
+    ids=["psychometric", "gamma", "censored"],
+)
+def test_links(likelihood: Any, f: float, expected: float) -> None:
+    link = link_of(likelihood)
+    value = link.forward(torch.tensor(f, dtype=torch.float64))
+    assert value.item() == pytest.approx(expected)
+    assert link.inverse(value).item() == pytest.approx(f)
+
+
+def test_censored_observations_pull_in_one_direction() -> None:
+    X = torch.linspace(0, 1, 9).unsqueeze(-1)
+    Y, side = torch.zeros_like(X), torch.zeros(9)
+    side[4] = 1.0
+    kwargs: dict[str, Any] = {"likelihood": CensoredGaussianLikelihood()}
+    bound = Y.clone()
+    bound[4] = 2.0
+    model = SequentialGP(X, bound, likelihood_arguments={"side": side}, **kwargs)
+    assert model.posterior(X[4:5]).mean.item() > 0.5
+    bound[4] = -2.0  # that it is above -2 says nothing new
+    free = SequentialGP(X, bound, likelihood_arguments={"side": side}, **kwargs)
+    others = [i for i in range(9) if i != 4]
+    without = SequentialGP(X[others], Y[others], **kwargs)
+    assert_close(free.posterior(X).mean, without.posterior(X).mean, 1e-3)
+
+
+@pytest.mark.parametrize("argument", [{"side": 2.0}, {"width": -1.0}])
+def test_censoring_that_makes_no_sense(argument: dict[str, float]) -> None:
+    X = make_inputs(3, 1)
+    given = {key: torch.full((3,), value) for key, value in argument.items()}
+    with pytest.raises(ValueError, match=next(iter(argument))):
+        SequentialGP(X, X, likelihood=CensoredGaussianLikelihood(), likelihood_arguments=given)
+
+
+@pytest.mark.parametrize("rates", [(-0.1, 0.0), (0.6, 0.5), (0.0, 1.0)])
+def test_rates_that_make_no_sense(rates: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="guess_rate and lapse_rate"):
+        PsychometricLikelihood(*rates)
+
+
+def heteroscedastic(n: int = 60) -> tuple[SequentialGP, Tensor, Tensor]:
+    X = torch.linspace(0, 1, n).unsqueeze(-1)
+    noise = torch.randn(n, 1, generator=torch.Generator().manual_seed(0))
+    Y = 3 + 2 * torch.sin(5 * X) + (0.05 + X) * noise
+    return SequentialGP(X, Y, likelihood=HeteroscedasticGaussianLikelihood()), X, Y
+
+
+def test_posterior_is_over_the_mean_and_observations_have_the_noise_learnt_there() -> None:
+    model, X, _ = heteroscedastic()
+    latent, observed = model.posterior(X), model.posterior(X, observation_noise=True)
+    assert model.num_outputs == 1
+    assert latent.mean.shape == (60, 1)
+    assert_close(latent.mean, observed.mean, 1e-12)
+    f = model(X)  # both latents, standardised
+    scale = model.outcome_transform.stdvs.square()
+    noise = (f.mean[..., 1:] + 0.5 * f.variance[..., 1:]).exp() * scale
+    assert_close(observed.variance, latent.variance + noise, 1e-10)
+    assert (noise[-10:].mean() > 4 * noise[:10].mean()).item()
+
+
+def test_heteroscedastic_stream_is_batch_learning() -> None:
+    model, X, Y = heteroscedastic()
+    other = SequentialGP(
+        X[:30], Y[:30], likelihood=HeteroscedasticGaussianLikelihood(), inducing_points=X
+    )
+    other.outcome_transform = model.outcome_transform
+    other.set_train_data(targets=model.train_targets[:30])
+    other.refresh()
+    other.update(X[30:], Y[30:], memory=100, learn=False)
+    assert_close(other.posterior(X).mean, model.posterior(X).mean, 1e-5)
+    assert_close(other.posterior(X).variance, model.posterior(X).variance, 1e-5)
+
+
+def test_heteroscedastic_fantasies_and_knowledge_gradient() -> None:
+    model, X, _ = heteroscedastic(20)
+    fantasies = model.fantasize(X[:3].unsqueeze(-2), SobolQMCNormalSampler(torch.Size([4])))
+    assert fantasies.posterior(X).mean.shape == (4, 3, 20, 1)
+    gradient = qKnowledgeGradient(model, num_fantasies=4)
+    candidates = make_inputs(2, 5, 1).requires_grad_(True)
+    value = gradient(candidates)
+    assert value.shape == (2,)
+    value.sum().backward()
+    assert candidates.grad is not None
+    assert candidates.grad.isfinite().all()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from seqgp import batch_optimizer as batch_optimizer
     from seqgp import checkpoint as checkpoint
     from seqgp import dual as dual
+    from seqgp import duel_optimizer as duel_optimizer
     from seqgp import kernel_scales as kernel_scales
     from seqgp import likelihoods as likelihoods
     from seqgp import models as models
@@ -93,6 +94,7 @@ _MODULES = (
     "batch_optimizer",
     "checkpoint",
     "dual",
+    "duel_optimizer",
     "kernel_scales",
     "likelihoods",
     "models",

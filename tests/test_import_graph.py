@@ -28,7 +28,10 @@ LAYERS = (
     ("models",),
     ("acquisition", "kernel_scales", "simulated_survey"),
     ("checkpoint",),
-    ("active_learner", "ask_tell", "batch_optimizer", "merging", "plots", "trust_region"),
+    (
+        *("active_learner", "ask_tell", "batch_optimizer", "duel_optimizer", "merging"),
+        *("plots", "trust_region"),
+    ),
     ("ax",),
     ("seqgp",),  # the package's own __init__
 )

@@ -5,11 +5,13 @@
 * `uncertainty_reduction`, `pool_selection`: active learning, by the expected reduction of an
   uncertainty;
 * `integrated_variance`: active learning, by the posterior variance;
+* `information_about_best`: which duel tells most about the best item;
 * `mixed_space`: inputs with levels, and linear constraints.
 """
 
 from seqgp.acquisition.fantasies import Fantasies, fantasy_outcome
 from seqgp.acquisition.fantasy_batch import FantasyBatch, fantasy_batch, valid_improvement
+from seqgp.acquisition.information_about_best import InformationAboutBest
 from seqgp.acquisition.integrated_variance import qNegIntegratedPosteriorVariance
 from seqgp.acquisition.pool_selection import Selection, select_from_pool
 from seqgp.acquisition.uncertainty import exceedance, prevalence
@@ -26,6 +28,7 @@ from seqgp.acquisition.validity import NoValidObservationWarning, best_valid, lo
 __all__ = [
     "Fantasies",
     "FantasyBatch",
+    "InformationAboutBest",
     "LogValidExpectedImprovement",
     "NoValidObservationWarning",
     "Selection",

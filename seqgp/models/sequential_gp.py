@@ -16,7 +16,7 @@ from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.models.utils import gpt_posterior_settings
+from botorch.models.utils import add_output_dim, gpt_posterior_settings
 from botorch.models.utils.assorted import fantasize as fantasize_flag
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.posteriors import GPyTorchPosterior, Posterior
@@ -592,7 +592,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``q(f)``: at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
 
         Args:
-            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them.
+            inputs: ``... x n x d`` inputs; in train mode also as `train_inputs` has them. In eval
+                mode, if there are several outputs, ``... x m x n x d`` or ``... x 1 x n x d``.
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
 
@@ -601,8 +602,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
-            inputs = self.transform_inputs(self.shared_by_outputs(inputs))
-        inputs = self.with_outputs(inputs)
+            inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
             return f
@@ -684,7 +684,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.eval()
         X = self._predicted_at(X)
         with gpt_posterior_settings():
-            f = self(X)
+            # Which raises if batch shapes do not fit.
+            f = self(add_output_dim(X, self.batch_shape)[0] if self.has_output_dim else X)
             noisy = observation_noise is not False
             likelihood = self.likelihood
             if noisy and is_conjugate(likelihood):
@@ -1181,7 +1182,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self._check_target_shape(X, targets)
         check_targets(targets, self.with_outputs(X), self.likelihood, **arguments)
         training = self.training
-        f = self.eval()(self._observed_at(X))
+        f = self.eval()(self.with_outputs(self._observed_at(X)))
         self.train(training)
         return log_predictive(self.likelihood, targets, f.mean, f.variance, **arguments)
 

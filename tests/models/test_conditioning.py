@@ -171,7 +171,9 @@ def test_the_base_model_is_unchanged(name: str) -> None:
     for fixed in (False, True):
         conditioned = model.condition_on_observations(X, Y, fixed_inducing=fixed, **arguments)
         assert type(conditioned) is SequentialGP
-        assert conditioned.likelihood is model.likelihood
+        # But for given noise, to which that of the new observations has been added.
+        shared = conditioned.likelihood is model.likelihood
+        assert shared == (name != "fixed_noise")
         assert conditioned.covar_module is model.covar_module
         conditioned.posterior(test)
         conditioned.condition_on_observations(X, Y, **arguments).posterior(test)

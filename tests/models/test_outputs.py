@@ -470,3 +470,16 @@ def test_modes_of_a_list_with_transforms() -> None:
             assert_close(a.train_inputs[0], b.train_inputs[0])
     X = make_inputs(3, 2)
     assert_same(ours.posterior(X), exact.posterior(X))
+
+
+def test_calls_take_a_dimension_for_the_outputs() -> None:
+    """As BoTorch's do in eval mode; without batch dimensions, none is needed."""
+    X = make_inputs(4, 3, 2)
+    ours, exact = (model.eval() for model in pair(outputs=2))
+    for inputs in (X[0], X[:1], X[:2], X.unsqueeze(1), X.unsqueeze(1).expand(4, 2, 3, 2)):
+        f, expected = ours(inputs), exact(inputs)
+        assert f.mean.shape == expected.mean.shape
+        assert_close(f.mean, expected.mean, 1e-6)
+        assert_close(f.variance, expected.variance, 1e-6)
+    with pytest.raises(RuntimeError, match="batch dimensions of X must match"):
+        pair(outputs=2, batch_shape=torch.Size([2]))[0].posterior(X)

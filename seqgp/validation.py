@@ -581,6 +581,8 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
             f"labels must be integers from 0 to {classes - 1}; num_classes counts all classes that "
             "may come, seen or not"
         )
+        if example == classes and bool((targets >= 1).all()):
+            hint += "; if ratings start at 1, pass y - 1"
     elif isinstance(largest, Tensor):  # one for each: that of the example alone
         most = torch.broadcast_to(largest, allowed.shape)[~allowed].flatten()[0].item()
         hint = f"it must be an integer from 0 to {most:g}"

@@ -88,7 +88,9 @@ def test_derivatives_of_beta_quantiles() -> None:
 
 
 def test_unknown_distribution() -> None:
-    with pytest.raises(NotImplementedError, match=r"No inverse CDF is known for VonMises.*register"):
+    with pytest.raises(
+        NotImplementedError, match=r"No inverse CDF is known for VonMises.*register"
+    ):
         quantile(td.VonMises(1.0, 1.0), torch.tensor(0.5))
 
 

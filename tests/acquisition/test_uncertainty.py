@@ -30,9 +30,10 @@ LINK_FUNCTIONS: dict[str, Callable[[float], float]] = {
     "logit": special.expit,
     "probit": stats.norm.cdf,
     "softplus": lambda f: float(np.logaddexp(0, f)),
+    "exp": math.exp,
     "identity": lambda f: f,
 }
-THRESHOLDS = {"logit": 0.1, "probit": 0.3, "softplus": 1.2, "identity": 0.4}
+THRESHOLDS = {"logit": 0.1, "probit": 0.3, "softplus": 1.2, "exp": 1.2, "identity": 0.4}
 MOMENTS = [(-2.0, 0.3), (0.1, 1.0), (3.0, 2.0)]
 
 

@@ -175,7 +175,8 @@ class Machine(RuleBasedStateMachine):
         elif bad == "rows":
             bad_Y = Y[:2]
         elif bad == "impossible":
-            if self.kind in ("gaussian", "fixed_noise", "student_t", "laplace", "two_outputs"):
+            real = ("gaussian", "fixed_noise", "student_t", "laplace", "two_outputs")
+            if self.kind in (*real, "heteroscedastic", "censored"):
                 return
             bad_Y = Y - 17.5
         elif bad == "complex":

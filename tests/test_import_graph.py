@@ -19,7 +19,7 @@ ROOT = Path(seqgp.__file__).parent
 
 #: What a module may import: its own package, its own layer and the layers before it.
 LAYERS = (
-    ("_version", "progress"),
+    ("_version", "progress", "distributed"),
     ("dual",),
     ("likelihoods",),
     ("validation", "observations"),

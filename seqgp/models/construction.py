@@ -30,6 +30,7 @@ from gpytorch.means import ConstantMean, Mean
 from gpytorch.priors import NormalPrior
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
@@ -96,8 +97,13 @@ def assemble(
     likelihood_arguments: Mapping[str, Any] | None,
     coefficients: Tensor | None,
     num_outputs: int | None,
+    ranks: Ranks = ALONE,
 ) -> Parts:
-    """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
+    """The parts of a model, from the arguments of `SequentialGP`, which documents them.
+
+    Transforms learn their statistics from the data of all ranks, and inducing points are chosen
+    among these; what is returned are the observations of this one.
+    """
     observed_X, points = train_X, train_X
     if coefficients is not None:
         check_coefficients(coefficients, train_X, "train_X")
@@ -128,17 +134,26 @@ def assemble(
     if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
         train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
     flat = train_X if coefficients is None else train_X.flatten(-3, -2)
+    all_Y = ranks.gather(train_Y, -2)
+    all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        X = flat
+        # What nobody needs of others stays where it is.
+        chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
+        all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:
             input_transform.to(train_X).train()
-            X = input_transform(flat)
+            all_X = input_transform(all_X)
+        X = all_X
+        if chosen and not ranks.alone:
+            first = sum(ranks.counts(flat.shape[-2])[: ranks.rank])
+            X = all_X[..., first : first + flat.shape[-2], :]
         at = X[..., : points.shape[-2], :] if coefficients is None else points
         if is_default:
-            outcomes = default_transform(train_Y, likelihood, coefficients is not None)
+            outcomes = default_transform(all_Y, likelihood, coefficients is not None)
         elif outcomes is not None:
             outcomes.to(train_X).train()
-            outcomes(train_Y, train_Yvar, X=at)  # learns its statistics, if it has any
+            # Learns its statistics, if it has any.
+            outcomes(all_Y, all_Yvar, X=ranks.gather(at, -2))
         if outcomes is not None:
             train_Y, train_Yvar = transform_observations(
                 outcomes, train_Y, train_Yvar, at, coefficients
@@ -151,7 +166,8 @@ def assemble(
         if noise is None:
             likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
         else:
-            likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
+            all_noise = ranks.gather(noise)
+            likelihood = FixedNoiseGaussianLikelihood(all_noise, batch_shape=aug_batch_shape)
     likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
     arguments = _arguments(given_arguments, train_Y.shape)
     if noise is not None:
@@ -182,7 +198,7 @@ def assemble(
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
-    Z = choose_inducing_points(X, inducing_points, covar_module, allocator)
+    Z = choose_inducing_points(all_X, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
     if mean_module is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,9 +22,10 @@ from seqgp.likelihoods.traits import precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
+from seqgp.streaming.state import StreamState
 from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import adam, turning_back
+from seqgp.variational.optimise import adam, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -49,6 +51,10 @@ class FittedModel(DataModel, Protocol):
 
     def natural_gradient_step(self, observations: Observations, rho: float) -> None:
         """One step on a minibatch."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Hyperparameters and inducing points by name."""
         ...
 
     def __call__(self, inputs: Tensor) -> Any:
@@ -96,6 +102,9 @@ def fit(
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
     model.check_not_fantasy()
+    ranks = model.variational_strategy.ranks
+    if not ranks.alone:
+        _check_shared(mll, closure, optimizer_kwargs)
     check_count(batch_size, "batch_size")
     check_count(epochs, "epochs")
     check_count(rounds, "rounds", optional=False)
@@ -119,18 +128,65 @@ def fit(
     m = model.variational_strategy.inducing_points.shape[-2]
     if batch_size is None and model.num_data * m > FULL_BATCH_ELEMENTS:
         batch_size = 1024
-    sites = None
-    if batch_size is None:
-        sites = _fit_full_batch(
-            model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs
-        )
-    else:
-        objective.train()
-        _fit_minibatches(
-            model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
-        )
-    model.refresh(start=sites)
+    with _on_all_ranks(model):
+        sites = None
+        if batch_size is None:
+            sites = _fit_full_batch(
+                model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs
+            )
+        else:
+            objective.train()
+            _fit_minibatches(
+                model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
+            )
+        model.refresh(start=sites)
     return mll.eval()
+
+
+def _check_shared(
+    mll: MarginalLogLikelihood,
+    closure: Callable[[], Any] | None,
+    optimizer_kwargs: dict[str, Any] | None,
+) -> None:
+    """Raise if several processes could not do together what they are asked for."""
+    approximate = isinstance(mll, _ApproximateMarginalLogLikelihood)
+    if closure is not None or (approximate and not (isinstance(mll, DualELBO) and mll.beta == 1)):
+        raise ValueError(
+            "mll: with a process_group, the objective is a DualELBO with beta=1 (or an exact "
+            "marginal log likelihood in its place), without a closure of your own."
+        )
+    if (optimizer_kwargs or {}).get("timeout_sec") is not None:
+        raise ValueError(
+            "timeout_sec: processes with clocks of their own would stop at different steps; pass "
+            'options={"maxiter": ...}.'
+        )
+
+
+@contextmanager
+def _on_all_ranks(model: FittedModel) -> Iterator[None]:
+    """A fit by several processes: they draw the same random numbers, and fail together.
+
+    If they fail, hyperparameters and posterior are what they were before.
+    """
+    strategy = model.variational_strategy
+    if strategy.ranks.alone:
+        yield
+        return
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = {name: tensor.detach().clone() for name, tensor in strategy.tensors().items()}
+    try:
+        with strategy.ranks.together(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            yield
+            strategy.ranks.agree()
+    except BaseException:
+        strategy.set_tensors(state)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name != "variational_strategy.inducing_points":
+                    parameter.copy_(parameters[name])
+        model.note_hyperparameters()
+        raise
 
 
 def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
@@ -141,7 +197,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         mll: As for `fit`.
 
     Returns:
-        A tensor of the batch shape of the model.
+        A tensor of the batch shape of the model; if several processes share the data, its sum.
     """
     model.check_not_fantasy()
     if isinstance(mll, _ApproximateMarginalLogLikelihood) and not isinstance(mll, DualELBO):
@@ -150,8 +206,16 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
         return -value
     dual = mll if isinstance(mll, DualELBO) else DualELBO(mll.likelihood, model)
-    bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
-    return -dual.with_priors(bound, max(model.num_data, 1))
+
+    def own() -> Tensor:
+        bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
+        return -dual.with_priors(bound, max(model.num_data, 1))
+
+    ranks = model.variational_strategy.ranks
+    if ranks.alone:
+        return own()
+    parameters = get_parameters(dual, requires_grad=True)
+    return shared_loss(lambda: own().sum(), parameters, ranks)()
 
 
 def _is_exact(model: FittedModel) -> bool:
@@ -193,7 +257,8 @@ def _fit_full_batch(
         nonlocal sites
         sites = None
 
-    guarded_loss = turning_back(converged_loss, parameters, forget_sites)
+    whole = shared_loss(converged_loss, parameters, strategy.ranks)
+    guarded_loss = turning_back(whole, parameters, forget_sites)
 
     def dual_loss() -> Tensor:
         bar.update()
@@ -236,7 +301,7 @@ def _fit_full_batch(
         strategy.start_from(best[2])
     if covers:  # the inputs may be transformed by what was learnt
         with torch.no_grad():
-            Z = model.transformed(model.stream.observations).points
+            Z = model.stream.gather(model.transformed(model.stream.observations).points, -2)
         strategy.start_from(Z.reshape(strategy.inducing_points.shape))
     if dual:
         with torch.no_grad():
@@ -263,7 +328,7 @@ class _Minibatches(NamedTuple):
 def _fit_minibatches(
     model: FittedModel, mll: _ApproximateMarginalLogLikelihood, options: _Minibatches
 ) -> None:
-    data, n = model.stream.observations, model.num_data
+    data, n, ranks = model.stream.observations, model.num_data, model.variational_strategy.ranks
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
     Z = model.variational_strategy.inducing_points
     if moves and isinstance(Z, torch.nn.Parameter):
@@ -282,10 +347,10 @@ def _fit_minibatches(
     def losses() -> Iterator[Callable[[], Tensor]]:
         for _ in range(most):
             order = torch.randperm(n, generator=generator, device="cpu").to(data.inputs.device)
-            for index in order.split(options.size):
+            for index in _own_minibatches(order, options.size, model.stream):
                 part = data.select(index)
                 model.natural_gradient_step(part, options.rho)
-                yield partial(_loss, model, mll, part)
+                yield shared_loss(partial(_loss, model, mll, part), parameters, ranks)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         if options.epochs is not None:
@@ -312,6 +377,26 @@ def _fit_minibatches(
             OptimizationWarning,
             stacklevel=2,
         )
+
+
+def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[Tensor]:
+    """Indices of this rank's observations in each minibatch of all that the ranks hold.
+
+    Args:
+        order: The observations of all ranks in the order in which they are learnt.
+        size: Of a minibatch.
+        stream: The stream, which knows the positions of those of this rank.
+    """
+    if stream.shard is None:
+        yield from order.split(size)
+        return
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    place, own = place[stream.shard.position].sort()
+    ends = torch.arange(0, len(order) + size, size, device=order.device).clamp_max(len(order))
+    bounds = torch.searchsorted(place, ends).tolist()
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        yield own[first:last]
 
 
 def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:

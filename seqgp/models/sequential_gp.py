@@ -31,6 +31,7 @@ from gpytorch.models import ApproximateGP
 from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.dual import Sites
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
@@ -55,7 +56,7 @@ from seqgp.streaming.inducing_points import InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
-from seqgp.streaming.state import StreamState
+from seqgp.streaming.state import Shard, StreamState
 from seqgp.streaming.update import (
     Remembered,
     UpdateRecord,
@@ -149,6 +150,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
         num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
+        process_group: Processes that share the data, a group of `torch.distributed`; by default
+            this process has all of them. Each passes its own shard of the observations, which may
+            be empty, here and to `update` and `forget`, and all end with the same model. Whatever
+            learns is called by every process; predictions need no communication.
 
     Example:
         >>> import torch
@@ -200,24 +205,29 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
         num_outputs: int | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        parts = assemble(
-            train_X,
-            train_Y,
-            train_Yvar,
-            likelihood,
-            covar_module,
-            mean_module,
-            inducing_points,
-            input_transform,
-            outcome_transform,
-            inducing_point_allocator,
-            likelihood_arguments,
-            coefficients,
-            num_outputs,
-        )
-        if learn_inducing_points is not None:
-            check_flag(learn_inducing_points, "learn_inducing_points")
+        ranks = ALONE if process_group is None else Ranks(process_group)
+        with ranks.together():
+            if learn_inducing_points is not None:
+                check_flag(learn_inducing_points, "learn_inducing_points")
+            parts = assemble(
+                train_X,
+                train_Y,
+                train_Yvar,
+                likelihood,
+                covar_module,
+                mean_module,
+                inducing_points,
+                input_transform,
+                outcome_transform,
+                inducing_point_allocator,
+                likelihood_arguments,
+                coefficients,
+                num_outputs,
+                ranks,
+            )
+            ranks.agree()
         self.has_output_dim = parts.has_output_dim
         super().__init__(
             DualVariationalStrategy(
@@ -228,6 +238,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 batch_shape=parts.batch_shape,
             )
         )
+        if not ranks.alone:
+            self.variational_strategy.ranks = ranks
         if learn_inducing_points is None:
             # Fits and updates know what to do with them; other optimisers leave them alone.
             self.variational_strategy.inducing_points.requires_grad_(False)
@@ -246,11 +258,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if not isinstance(inducing_points, Tensor):
             self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
-        self.stream = StreamState.begin(parts.observations)
-        note_classes(self)
-        self.to(train_X)
-        self.eval()
-        check_bound(self.refresh(), "train_Y")
+        with ranks.together():
+            self.stream = StreamState.begin(parts.observations, ranks)
+            note_classes(self)
+            self.to(train_X)
+            self.eval()
+            check_bound(self.refresh(), "train_Y")
 
     # ---------------------------------------------------------------- data
 
@@ -430,7 +443,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     def num_data(self) -> int:
         """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
-        return len(self.stream.observations)
+        return self.stream.num_held
 
     @property
     def inducing_points_cover_data(self) -> bool:
@@ -438,7 +451,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if self.stream.observations.coefficients is not None:
             return False
         Z = self.variational_strategy.inducing_points
-        X = self.transformed(self.stream.observations).points
+        if Z.shape[-2] != self.num_data:
+            return False
+        X = self.stream.gather(self.transformed(self.stream.observations).points, -2)
         return Z.shape[-2:] == X.shape[-2:] and bool((Z == X).all())
 
     def in_precision(self, values: Tensor) -> Tensor:
@@ -744,6 +759,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             number: How many; fewer if there are fewer inputs.
         """
         X = self.transform_train_inputs(self.stream.observations.points)
+        X = self.variational_strategy.ranks.gather(X, -2)
         return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
 
     def check_not_fantasy(self) -> None:
@@ -773,7 +789,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
-        with step_limit(max_steps) as limit:
+        with strategy.ranks.together(), step_limit(max_steps) as limit:
             info = strategy.converge(
                 data,
                 likelihood=self.likelihood,
@@ -812,6 +828,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         stream = self.stream
         data = replace(self.transformed(stream.observations), weights=stream.weights)
+        if exact and stream.shard is not None:
+            return self._exact_bound_of_all(data, start, tol, max_steps)
         with step_limit(max_steps) as limit:
             return self.variational_strategy.bound(
                 data,
@@ -823,6 +841,29 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 summary_share=stream.summary_share if with_past else 0.0,
                 exact=exact,
             )
+
+    def _exact_bound_of_all(
+        self, data: Observations, start: Sites | None, tol: float, max_steps: int | None
+    ) -> tuple[Tensor, Sites]:
+        """The exact bound of the observations of all ranks, which are as few as inducing points."""
+        stream, strategy = self.stream, self.variational_strategy
+        assert stream.shard is not None
+        order = stream.shard.ranks.gather(stream.shard.position).argsort()
+        whole = data.gathered(stream.shard.ranks).select(order)
+        if torch.is_grad_enabled():  # a learnable input transform has its share of the gradient
+            whole = replace(whole, inputs=_with_graph(whole.inputs, data.inputs, stream.shard))
+        start = None if start is None else Sites(*map(stream.gather, start))
+        with step_limit(max_steps) as limit:
+            bound, sites = strategy.bound(
+                whole,
+                likelihood=self.likelihood,
+                start=start,
+                tol=tol,
+                max_steps=limit,
+                exact=True,
+            )
+        sites = Sites(*(stream.own(each.expand_as(sites.lam)) for each in sites))
+        return strategy.ranks.shared(bound), sites
 
     @torch.no_grad()
     def natural_gradient_step(self, observations: Observations, rho: float) -> None:
@@ -1064,7 +1105,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        forget(self, self.checked(X, Y, noise, arguments))
+        with self.variational_strategy.ranks.together():
+            forget(self, self.checked(X, Y, noise, arguments))
         self.note_hyperparameters()
 
     @property
@@ -1391,6 +1433,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
+
+
+def _with_graph(inputs: Tensor, own: Tensor, shard: Shard) -> Tensor:
+    """Inputs of all ranks, of which those of this one have a graph, for a bound that is shared."""
+    rows = own.detach() + shard.ranks.size * (own - own.detach())
+    return inputs.index_copy(-2, shard.position, rows)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

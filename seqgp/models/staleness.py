@@ -62,6 +62,11 @@ def catch_up(model: DataModel) -> None:
         model: The model.
     """
     strategy, held = model.variational_strategy, model.stream.observations
+    if not strategy.ranks.alone:
+        raise RuntimeError(
+            "Hyperparameters, noise or transforms have been set since the posterior was computed. "
+            "Predictions do not communicate: call refresh() on every rank first."
+        )
     likelihood, noise = model.likelihood, held.arguments.get("noise")
     chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
     if not chosen and held.coefficients is None:

@@ -70,15 +70,14 @@ def choose_discount(
         evidence: What there was before; may be empty.
     """
     earlier = evidence or (0.0,) * len(CANDIDATES)
-    if not len(new) or len(old) < FEWEST:
+    ranks = model.variational_strategy.ranks
+    if not ranks.total(len(new)) or ranks.total(len(old)) < FEWEST:
         return Discounting(1.0, earlier)
-    present = density_with(model, new, 1.0)
-    if not _is_surprising(present, leave_one_out(model, old, counts)):
+    present = ranks.gather(density_with(model, new, 1.0))
+    if not _is_surprising(present, ranks.gather(leave_one_out(model, old, counts))):
         return Discounting(1.0, tuple(KEEP * value for value in earlier))
-    ratios = [
-        (density_with(model, new, factor) - present).nan_to_num(0.0).sum().item()
-        for factor in CANDIDATES
-    ]
+    densities = [ranks.gather(density_with(model, new, factor)) for factor in CANDIDATES]
+    ratios = [(density - present).nan_to_num(0.0).sum().item() for density in densities]
     now = tuple(max(KEEP * old + ratio, 0.0) for old, ratio in zip(earlier, ratios, strict=True))
     best = max(range(len(now)), key=lambda k: now[k])
     if now[best] < EVIDENCE:

@@ -29,7 +29,14 @@ from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.state import StreamState
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import Bounds, Parameters, adam, lbfgs, turning_back
+from seqgp.variational.optimise import (
+    Bounds,
+    Parameters,
+    adam,
+    lbfgs,
+    shared_loss,
+    turning_back,
+)
 
 #: Learn when the number of observations has grown by this factor since it was learnt last.
 GROWTH = 1.2
@@ -121,7 +128,8 @@ def stream_densities(model: StreamModel) -> Tensor:
     density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
     density = density.nan_to_num(0.0)
     density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
-    weights = stream.represents
+    ranks = model.variational_strategy.ranks
+    density, weights = ranks.gather(density), ranks.gather(stream.represents)
     return density * weights / weights.mean()
 
 
@@ -198,7 +206,8 @@ def maximise(
         nonlocal sites
         sites = None
 
-    loss = turning_back(objective, parameters, forget_sites)
+    ranks = model.variational_strategy.ranks
+    loss = turning_back(shared_loss(objective, parameters, ranks), parameters, forget_sites)
     training = model.training
     model.train()
     if options.optimizer == "adam":
@@ -207,7 +216,8 @@ def maximise(
     else:
         tolerance = options.tol
         if tolerance is None:
-            tolerance = max(0.01, TOLERANCE * model.stream.represents.sum().item())
+            (number,) = ranks.sum(model.stream.represents.sum())
+            tolerance = max(0.01, TOLERANCE * number.item())
         lbfgs(loss, parameters, bounds, steps, tolerance)
     model.train(training)
     return taken
@@ -256,7 +266,8 @@ def learn_best(
         if not with_past and not (restart and model.stream.num_updates):
             continue
         try:
-            learnt.append(candidate(name, True, with_past))
+            with model.variational_strategy.ranks.together():
+                learnt.append(candidate(name, True, with_past))
         except (FloatingPointError, NanError, NotPSDError):
             continue  # hyperparameters without a posterior are no candidate
     best = learnt[0] if learnt else present

@@ -205,7 +205,8 @@ def fold_all_but(
         precision, which cannot be folded and have been cut off.
     """
     n, strategy = len(data), model.variational_strategy
-    if len(kept) < n:
+    some = strategy.ranks.total(n - len(kept)) > 0
+    if some:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
         index = gone.argsort(stable=True)[len(kept) :]  # without asking the device
@@ -216,7 +217,7 @@ def fold_all_but(
             replace(data, weights=weights), sites=sites, likelihood=model.likelihood, index=index
         )
     model.stream = model.stream.select(kept)
-    bounded = unseen is not None and len(kept) < n
+    bounded = unseen is not None and some
     return bounded or precision_floor(model.likelihood) is None
 
 
@@ -228,7 +229,8 @@ def note_classes(model: StreamModel) -> None:
     """
     if is_softmax(model.likelihood):
         stream = model.stream
-        now = stream.observations.targets.unique().long().tolist()
+        targets = stream.observations.targets.unique().long()
+        now = model.variational_strategy.ranks.gather(targets).tolist()
         model.stream = replace(stream, classes_seen=tuple(sorted({*stream.classes_seen, *now})))
 
 
@@ -259,7 +261,7 @@ def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
         data: What it remembers, as the strategy sees it.
     """
     strategy, stream = model.variational_strategy, model.stream
-    if not len(data) or not strategy.has_summary:
+    if not stream.num_held or not strategy.has_summary:
         return None
     others = (stream.represents - 1) * stream.fade * stream.summary_share
     if summary_noise(model.likelihood) is not None:

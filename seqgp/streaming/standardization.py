@@ -39,7 +39,7 @@ def note_scale(model: StreamModel, new: Observations) -> None:
         model: The model.
         new: The new observations, as the model stores them.
     """
-    fresh = _moments(new.targets, *_statistics(model))
+    fresh = _of_all(model, _moments(new.targets, *_statistics(model)))
     moments = torch.stack(list(pooled([moments_of(model, len(new)), fresh])))
     model.stream = replace(model.stream, moments=moments)
 
@@ -55,7 +55,14 @@ def moments_of(model: StreamModel, num_new: int = 0) -> Moments:
     if model.stream.moments is not None:
         return Moments(*model.stream.moments)
     held = model.stream.observations.targets
-    return _moments(held[..., : held.shape[-1] - num_new], *_statistics(model))
+    held = held[..., : held.shape[-1] - num_new]
+    return _of_all(model, _moments(held, *_statistics(model)))
+
+
+def _of_all(model: StreamModel, own: Moments) -> Moments:
+    """The moments of the targets of all ranks."""
+    rows = model.variational_strategy.ranks.gather(torch.stack(list(own)).unsqueeze(0), 0)
+    return pooled([Moments(*row) for row in rows])
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:

@@ -150,18 +150,22 @@ def update(
             f"mode: this stream has been learnt with {model.stream.rule!r}, in which its summary "
             f"means something else; got {rule.name!r}."
         )
-    new = model.checked(X, Y, noise, arguments)
-    memory = MemoryOptions.of(model.memory_options if options.memory is None else options.memory)
-    rule.check(model, options, memory)
-    decision = decide(model.stream, len(new), rule.learns_by_default(options.learn))
-    draft = draft_of(model, decision.learn)
-    parts = _learn(draft, new, rule, options, memory, decision)
-    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
-    if not math.isfinite(elbo):
-        check_bound(parts.bound, "Y")
-    num_old, num_new = len(model.stream.observations), len(new)
-    gained = int((parts.kept >= num_old).sum())
-    adopt(model, draft)
+    ranks, num_old = model.variational_strategy.ranks, model.stream.num_held
+    with ranks.together():
+        new = model.checked(X, Y, noise, arguments)
+        memory = MemoryOptions.of(
+            model.memory_options if options.memory is None else options.memory
+        )
+        rule.check(model, options, memory)
+        num_new = ranks.total(len(new))
+        decision = decide(model.stream, num_new, rule.learns_by_default(options.learn))
+        draft = draft_of(model, decision.learn)
+        parts = _learn(draft, new, num_new, rule, options, memory, decision)
+        elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
+        if not math.isfinite(elbo):
+            check_bound(parts.bound, "Y")
+        gained = int((parts.kept >= num_old).sum())
+        ranks.commit(lambda: adopt(model, draft))
     return UpdateRecord(
         elbo=elbo,
         log_density=log_density,
@@ -192,14 +196,19 @@ class _Parts(NamedTuple):
 def _learn(
     model: StreamModel,
     new: Observations,
+    num_new: int,
     rule: UpdateRule,
     options: UpdateOptions,
     memory: MemoryOptions,
     decision: Decision,
 ) -> _Parts:
-    """The steps of an update, on a draft of the model."""
+    """The steps of an update, on a draft of the model.
+
+    If several processes share the stream, ``new`` are the observations that have come to this one,
+    and ``num_new`` is the number of all.
+    """
     strategy = model.variational_strategy
-    num_old, num_new = len(model.stream.observations), len(new)
+    num_old = len(model.stream.observations)
     represented = None
     if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
@@ -208,7 +217,7 @@ def _learn(
     model.stream = replace(model.stream.append(new), replay=memory.replay)
     note_classes(model)
     data = model.transformed(model.stream.observations)
-    density = _density(model, data, num_new)
+    density = strategy.ranks.gather(_density(model, data, len(new)))
     factor = _discount(model, data, num_old, options)
     if factor != 1:
         fade(model, num_old, factor)
@@ -233,19 +242,21 @@ def _learn(
     # Anew: inputs may be transformed by what was learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented)
     sites, leverage = sites_and_leverage(model, batch.data)
-    stream = _weighed(model.stream, memory, leverage, num_new)
+    stream = model.stream
+    leverage = stream.gather(leverage)
+    importance = _importance(stream, memory, leverage, num_new)
     limits = memory.at(stream.num_seen + num_new)
     choice = limits.choose(
         leverage,
         num_new,
         stream.num_updates,
-        classes_of(model) if memory.balance else None,
-        stream.importance * stream.represents,
+        stream.gather(classes_of(model)) if memory.balance else None,
+        importance * stream.gather(stream.represents),
     )
     tiny = torch.finfo(leverage.dtype).tiny
-    represents = stream.represents / choice.inclusion.clamp_min(tiny)
-    model.stream = replace(stream, represents=represents)
-    rule.remember(model, batch, choice.kept, sites, options)
+    represents = stream.represents / stream.own(choice.inclusion).clamp_min(tiny)
+    model.stream = replace(stream, represents=represents, importance=stream.own(importance))
+    rule.remember(model, batch, _note_kept(model, choice.kept), sites, options)
     number = stream.num_seen + num_new
     model.stream = replace(
         model.stream,
@@ -274,16 +285,32 @@ def _discount(
     return factor
 
 
-def _weighed(
+def _importance(
     stream: StreamState, memory: MemoryOptions, leverage: Tensor, num_new: int
-) -> StreamState:
-    """With the importance that the memory's policy gives to the new observations."""
-    policy = memory.chooser
+) -> Tensor:
+    """The importance of all observations: for the new ones, what the memory's policy says."""
+    policy, importance = memory.chooser, stream.gather(stream.importance)
     if not num_new or not isinstance(policy, SamplingPolicy):
-        return stream
+        return importance
     new = policy.importance(leverage[len(leverage) - num_new :])
-    old = stream.importance[: len(leverage) - num_new]
-    return replace(stream, importance=torch.cat([old, new.to(old)]))
+    old = importance[: len(leverage) - num_new]
+    return torch.cat([old, new.to(old)])
+
+
+def _note_kept(model: StreamModel, kept: Tensor) -> Tensor:
+    """Indices of this rank's observations that are kept, and their places among all that are.
+
+    Args:
+        model: The model.
+        kept: Indices among the observations of all ranks, in increasing order.
+    """
+    stream = model.stream
+    if stream.shard is None:
+        return kept
+    is_kept = torch.zeros(stream.num_held, dtype=torch.bool, device=kept.device)
+    is_kept[kept] = True
+    model.stream = replace(stream, shard=stream.shard.among(kept))
+    return stream.own(is_kept).nonzero().squeeze(-1)
 
 
 @torch.no_grad()
@@ -333,12 +360,13 @@ def _choose_inducing_points(
         return
     stream = model.stream
     data = model.transformed(stream.observations)
-    J = data.points.shape[-2] // max(len(data), 1)  # points of each functional
+    J = 1 if data.coefficients is None else data.coefficients.shape[-1]  # points of a functional
     _, precision = _site_precision(model, data)
+    points = stream.gather(data.points.detach().unflatten(-2, (len(data), J)), -3).flatten(-3, -2)
     candidates = Candidates(
-        _first_of_batch(data.points.detach()),
-        stream.represents.repeat_interleave(J),
-        precision.repeat_interleave(J),
+        _first_of_batch(points),
+        stream.gather(stream.represents).repeat_interleave(J),
+        stream.gather(precision).repeat_interleave(J),
         num_new * J,
         stream.num_seen,
         not strategy.has_summary and not model.keeps_inducing_points,
@@ -350,7 +378,7 @@ def _choose_inducing_points(
     if Z.dim() == 2:
         chosen = inducing.choose(Z, candidates)
     else:
-        chosen = choose_for_each(inducing, Z, data.points.detach(), candidates)
+        chosen = choose_for_each(inducing, Z, points, candidates)
     if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
 
@@ -445,23 +473,32 @@ def forget(model: StreamModel, known: Observations) -> None:
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
-    held = draft.stream.observations
-    matches = _matches(held, known)
+    ranks, held = draft.variational_strategy.ranks, draft.stream.observations
+    known = known.gathered(ranks)  # which may be held by any of them
     keep = torch.ones(len(held), dtype=torch.bool, device=held.inputs.device)
-    keep[[i for i in matches if i is not None]] = False
-    rest = [k for k, i in enumerate(matches) if i is None]
+    rest = list(range(len(known)))
+    for rank in range(ranks.size):  # one after the other: each observation is removed once
+        found = torch.zeros(len(rest), device=keep.device)
+        if rank == ranks.rank:
+            matches = _matches(held, known.select(torch.tensor(rest, dtype=torch.long, device=keep.device)))
+            keep[[i for i in matches if i is not None]] = False
+            found[[k for k, i in enumerate(matches) if i is not None]] = 1.0
+        (found,) = ranks.sum(found)
+        rest = [k for k, is_found in zip(rest, found.tolist(), strict=True) if not is_found]
     if rest:
-        index = torch.tensor(rest, device=held.inputs.device)
+        index = torch.tensor(rest[ranks.rank :: ranks.size], dtype=torch.long, device=keep.device)
         with renamed(inputs="X", targets="Y"):
             draft.variational_strategy.unfold(
                 draft.transformed(known.select(index)),
                 likelihood=draft.likelihood,
                 unseen=unseen_classes(draft),
             )
-    stream = draft.stream.select(keep.nonzero().squeeze(-1))
+    kept = draft.stream.gather(keep).nonzero().squeeze(-1)
+    own = _note_kept(draft, kept)
+    stream = draft.stream.select(own)
     draft.stream = replace(stream, num_seen=stream.num_seen - len(known))
     draft.refresh()
-    adopt(model, draft)
+    ranks.commit(lambda: adopt(model, draft))
 
 
 def _first_of_batch(X: Tensor) -> Tensor:

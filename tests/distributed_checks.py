@@ -1,0 +1,328 @@
+"""What each process of a group does in `tests/test_distributed.py`.
+
+A check is a function of the group. Every rank makes the whole data set, learns its own shard of it
+together with the others, and compares with a model that has learnt all of it alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from botorch.fit import fit_gpytorch_mll
+from botorch.models.transforms import Normalize
+from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    SoftmaxLikelihood,
+    StudentTLikelihood,
+)
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from torch import Tensor
+
+import seqgp
+from seqgp import BinomialLikelihood, DualELBO, SequentialGP
+from seqgp.streaming.memory import MemoryOptions
+
+Check = Callable[[dist.ProcessGroup], None]
+CHECKS: dict[str, Check] = {}
+SEED = 3
+
+
+def check(function: Check) -> Check:
+    """Register a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+# ---------------------------------------------------------------------------- data and models
+
+
+def shards(n: int, group: dist.ProcessGroup) -> list[slice]:
+    """Uneven shards of ``n`` observations; with three ranks the second has none."""
+    ends = {1: [n], 2: [n // 3, n], 3: [n // 4, n // 4, n]}[group.size()]
+    return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def own(n: int, group: dist.ProcessGroup) -> slice:
+    """That of this rank."""
+    return shards(n, group)[dist.get_rank(group)]
+
+
+def data(kind: str, n: int = 60, dtype: torch.dtype = torch.double) -> tuple[Tensor, Tensor]:
+    """Inputs and observations of a kind."""
+    torch.manual_seed(SEED)
+    X = torch.rand(n, 2, dtype=dtype)
+    f = torch.sin(6 * X[:, :1]) + X[:, 1:]
+    if kind in ("gaussian", "student"):
+        return X, f + 0.2 * torch.randn_like(f)
+    if kind == "outputs":
+        return X, torch.cat([f, f.cos()], -1) + 0.2 * torch.randn(n, 2, dtype=dtype)
+    if kind == "bernoulli":
+        return X, (f + 0.4 * torch.randn_like(f) > 0.8).to(X)
+    if kind == "binomial":
+        return X, torch.binomial(torch.full_like(f, 5.0), torch.sigmoid(f))
+    return X, (1.4 * f + 0.3 * torch.randn_like(f)).round().clamp(0, 2)  # softmax
+
+
+def options(kind: str) -> dict[str, Any]:
+    """Arguments of the model; a kernel without priors, so that data decide."""
+    torch.manual_seed(SEED)
+    made: dict[str, Any] = {
+        "bernoulli": lambda: {"likelihood": BernoulliLikelihood()},
+        "student": lambda: {"likelihood": StudentTLikelihood()},
+        "binomial": lambda: {"likelihood": BinomialLikelihood(5)},
+        "softmax": lambda: {"likelihood": SoftmaxLikelihood(num_classes=3, mixing_weights=False)},
+    }
+    result = made.get(kind, dict)()
+    if kind != "outputs":
+        result["covar_module"] = ScaleKernel(MaternKernel(2.5, ard_num_dims=2))
+    return result
+
+
+def pair(
+    kind: str,
+    group: dist.ProcessGroup,
+    n: int = 60,
+    first: int | None = None,
+    dtype: torch.dtype = torch.double,
+    **more: Any,
+) -> tuple[SequentialGP, SequentialGP, Tensor, Tensor]:
+    """A model of all ranks, one that is alone, and the data that come after the first ones."""
+    X, Y = data(kind, n, dtype)
+    first = n if first is None else first
+    X0, Y0 = X[:first], Y[:first]
+    part = own(first, group)
+    alone = SequentialGP(X0, Y0, **copy.deepcopy(more), **options(kind))
+    model = SequentialGP(
+        X0[part], Y0[part], process_group=group, **copy.deepcopy(more), **options(kind)
+    )
+    return model, alone, X[first:], Y[first:]
+
+
+def close(a: Any, b: Any, rtol: float = 1e-8, atol: float = 1e-8) -> None:
+    """Raise unless numbers are the same."""
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol, check_device=False)
+
+
+def same_models(model: SequentialGP, alone: SequentialGP, tol: float = 1e-8) -> None:
+    """Raise unless both are the same, on all ranks bit by bit."""
+    test = torch.rand(7, 2, dtype=model.train_inputs[0].dtype, generator=torch.manual_seed(1))
+    ours, theirs = model.posterior(test), alone.posterior(test)
+    close(ours.mean, theirs.mean, tol, tol)
+    close(ours.variance, theirs.variance, tol, tol)
+    for name, value in alone.hyperparameter_values().items():
+        close(model.hyperparameter_values()[name], value, tol, tol)
+    close(
+        model.variational_strategy.inducing_points, alone.variational_strategy.inducing_points, tol
+    )
+    assert model.num_seen == alone.num_seen
+    assert model.num_data == alone.num_data
+    held, stream = alone.stream, model.stream
+    close(stream.gather(stream.observations.inputs, -2), held.observations.inputs)
+    close(stream.gather(stream.observations.targets), held.observations.targets, tol, tol)
+    close(stream.gather(stream.represents), held.represents, tol, tol)
+    same_bits(model)
+
+
+def same_bits(model: SequentialGP) -> None:
+    """Raise unless all ranks hold the same numbers."""
+    tensors = [*model.variational_strategy.tensors().values(), *model.parameters()]
+    flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
+    rows = model.variational_strategy.ranks.gather(flat.unsqueeze(0), 0)
+    assert bool((rows == rows[0]).all()), "the ranks differ"
+
+
+KINDS = ("gaussian", "bernoulli", "student", "softmax", "outputs", "binomial")
+
+
+@check
+def posteriors(group: dist.ProcessGroup) -> None:
+    """Construction, with chosen inducing points, and the bound with its gradient."""
+    for kind in KINDS:
+        model, alone, *_ = pair(kind, group, inducing_points=15)
+        same_models(model, alone)
+        close(model.refresh(), alone.refresh())
+
+
+@check
+def gradients(group: dist.ProcessGroup) -> None:
+    """Of the bound with respect to all hyperparameters."""
+    for kind in KINDS:
+        for number in (15, None):  # sparse, and at all inputs
+            model, alone, *_ = pair(kind, group, n=30, inducing_points=number)
+            losses = [each.compute_custom_loss(DualELBO(each.likelihood, each)).sum()
+                      for each in (model, alone)]
+            close(*losses)
+            grads = [
+                torch.autograd.grad(value, [p for p in each.parameters() if p.requires_grad])
+                for value, each in zip(losses, (model, alone), strict=True)
+            ]
+            for ours, theirs in zip(*grads, strict=True):
+                # Sites are converged to a tolerance of 1e-5.
+                close(ours, theirs, 1e-7, 1e-7)
+
+
+@check
+def fits(group: dist.ProcessGroup) -> None:
+    """Of all data at once: exact, and with inducing points that are chosen anew."""
+    few = {"optimizer_kwargs": {"options": {"maxiter": 6}}}
+    for kind, number in (("gaussian", None), ("bernoulli", 12), ("outputs", 12), ("student", 12)):
+        model, alone, *_ = pair(kind, group, n=40, inducing_points=number)
+        for each in (model, alone):
+            fit_gpytorch_mll(DualELBO(each.likelihood, each), **few)
+        # Rounding errors grow with the steps of an optimiser.
+        same_models(model, alone, 1e-6)
+
+
+@check
+def minibatches(group: dist.ProcessGroup) -> None:
+    """The same ones as in one process."""
+    model, alone, *_ = pair("bernoulli", group, n=50, inducing_points=10)
+    for each in (model, alone):
+        fit_gpytorch_mll(DualELBO(each.likelihood, each), batch_size=16, epochs=3)
+    same_models(model, alone)
+
+
+def stream(
+    kind: str, group: dist.ProcessGroup, tol: float = 1e-8, more: dict[str, Any] | None = None,
+    **given: Any
+) -> tuple[SequentialGP, SequentialGP]:
+    """Three updates by all ranks, and by one process."""
+    model, alone, X, Y = pair(kind, group, n=90, first=45, inducing_points=12, **(more or {}))
+    for x, y in zip(X.split(15), Y.split(15), strict=True):
+        part = own(15, group)
+        ours, theirs = model.update(x[part], y[part], **given), alone.update(x, y, **given)
+        for name in ("elbo", "log_density", "discount"):
+            close(getattr(ours, name), getattr(theirs, name), tol, tol)
+        for name in ("num_new", "num_memory", "memory_gained", "memory_lost", "num_inducing"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.decision == theirs.decision
+        same_models(model, alone, tol)
+    return model, alone
+
+
+@check
+def updates(group: dist.ProcessGroup) -> None:
+    """Without learning, for every kind of likelihood; the memory is the same."""
+    for kind in KINDS:
+        stream(kind, group, learn=False, memory=20)
+
+
+@check
+def updates_that_learn(group: dist.ProcessGroup) -> None:
+    """Hyperparameters, inducing points, standardisation and memory."""
+    for kind, given in (
+        ("gaussian", {}),
+        ("bernoulli", {"memory": MemoryOptions(15, policy="leverage", balance=True)}),
+        ("softmax", {}),
+        ("outputs", {"inducing": "both"}),
+        ("gaussian", {"mode": "paper", "optimizer": "adam"}),
+    ):
+        stream(kind, group, 1e-6, **{"memory": 20, "steps": 3, **given})
+
+
+@check
+def drift(group: dist.ProcessGroup) -> None:
+    """Discounts, given and chosen."""
+    model, alone = stream("gaussian", group, learn=False, discount=0.9)
+    X, Y = data("gaussian", 30)
+    part = own(30, group)
+    record = model.update(X[part], 8 - 3 * Y[part], learn=False, discount="auto")
+    assert record.discount == alone.update(X, 8 - 3 * Y, learn=False, discount="auto").discount
+    assert record.discount < 1
+    same_models(model, alone)
+
+
+@check
+def forgetting(group: dist.ProcessGroup) -> None:
+    """What any rank holds, or what has been folded, whichever rank asks for it."""
+    model, alone = stream("gaussian", group, learn=False, memory=20)
+    X, Y = data("gaussian", 90)
+    wanted = torch.tensor([2, 3, 50, 61, 88, 89])
+    part = own(6, group)
+    model.forget(X[wanted[part]], Y[wanted[part]])
+    alone.forget(X[wanted], Y[wanted])
+    same_models(model, alone)
+
+
+@check
+def transforms(group: dist.ProcessGroup) -> None:
+    """Statistics are those of all data."""
+    model, alone, *_ = pair("gaussian", group, input_transform=Normalize(2), inducing_points=12)
+    same_models(model, alone)
+    close(model.input_transform.bounds, alone.input_transform.bounds)
+    close(model.outcome_transform.stdvs, alone.outcome_transform.stdvs)
+
+
+@check
+def single_precision(group: dist.ProcessGroup) -> None:
+    """float32: the same on all ranks, and close to one process."""
+    model, alone, X, Y = pair("bernoulli", group, 80, 50, torch.float32, inducing_points=12)
+    part = own(30, group)
+    for each, rows in ((model, part), (alone, slice(None))):
+        each.update(X[rows], Y[rows], learn=False, memory=20)
+    same_models(model, alone, 2e-3)
+    assert model.posterior(X).mean.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------- the processes
+
+
+def work(rank: int, size: int, store: str, names: list[str], report: Any) -> None:
+    """What each process does: all checks, one after the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    for name in names:
+        try:
+            CHECKS[name](dist.group.WORLD)
+            error = ""
+        except BaseException:  # noqa: BLE001  # an interrupt is one of the things that is checked
+            error = traceback.format_exc()
+        report.put((name, rank, error))
+        if error:
+            break  # the others may be anywhere
+    report.close()
+    report.join_thread()
+    os._exit(0)  # without waiting for those that have failed
+
+
+def run(size: int, names: list[str]) -> dict[str, str]:
+    """The errors of all checks on so many processes, by name; empty ones if there are none."""
+    context = torch.multiprocessing.get_context("spawn")
+    report = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        processes = [
+            context.Process(target=work, args=(rank, size, store, names, report))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+        errors = {name: "not run" for name in names}
+        found: dict[str, list[str]] = {name: [] for name in names}
+        while not report.empty():
+            name, rank, error = report.get()
+            found[name].append(f"rank {rank}: {error}" if error else "")
+        for name, each in found.items():
+            if len(each) == size:
+                errors[name] = "\n".join(filter(None, each))
+            elif each:
+                errors[name] = "\n".join(["some ranks did not finish", *filter(None, each)])
+        return errors

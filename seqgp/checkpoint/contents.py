@@ -94,6 +94,9 @@ def save(
     The file is replaced as a whole or not at all, even if the process is killed meanwhile. It keeps
     its mode.
 
+    A model with a ``process_group`` is saved by all of its processes together: the first one writes
+    all that they know, and `load` can share it among any number of them.
+
     Args:
         model: A `SequentialGP`, conditioned or not, or any GPyTorch model whose variational
             strategy is a `DualVariationalStrategy`.
@@ -118,7 +121,8 @@ def save(
         >>> records[0].elbo == records[1].elbo
         True
     """
-    if not isinstance(getattr(model, "variational_strategy", None), DualVariationalStrategy):
+    strategy = getattr(model, "variational_strategy", None)
+    if not isinstance(strategy, DualVariationalStrategy):
         raise TypeError(
             "model: expected a SequentialGP, or a GPyTorch model with a DualVariationalStrategy, "
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
@@ -132,7 +136,12 @@ def save(
         ) from None
     except RecursionError:
         raise ValueError("extra: it is nested too deeply, or it contains itself.") from None
-    storage.write({**_content(model), "extra": described_extra}, path, _VERSION)
+    ranks = strategy.ranks
+    with ranks.together():
+        whole = model.gathered() if isinstance(model, SequentialGP) and not ranks.alone else model
+        if ranks.rank == 0:
+            storage.write({**_content(whole), "extra": described_extra}, path, _VERSION)
+        ranks.agree()
     _LOG.debug("saved %s to %s", type(model).__name__, path)
 
 
@@ -142,6 +151,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     random_state: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
     """Load the model that `save` wrote.
 
@@ -154,6 +164,8 @@ def load(
         dtype: Its precision; by default as it was saved. Results then agree within that precision.
         random_state: Whether to restore the random number generators of torch, NumPy and Python,
             too. A stream needs that only if your own code draws from them.
+        process_group: Processes that share the model's observations from now on, as in
+            `SequentialGP`. All of them have to load the same file.
 
     Returns:
         The model.
@@ -196,7 +208,7 @@ def load(
     if random_state:
         with _building_from(path, content):
             _set_random_state(content["random"])
-    return model
+    return model if process_group is None else model.scattered(process_group)
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -528,8 +528,6 @@ def _largest(vectors: Tensor) -> Tensor:
 
 def _secant(before: Tensor, after: Tensor, rhos: Tensor, ranks: Ranks) -> Tensor:
     """The step size that the residuals before and after a step suggest; at least a quarter."""
-    square, product = ranks.sum(
-        before.square().sum(-1), (before * (before - after)).sum(-1)
-    )
+    square, product = ranks.sum(before.square().sum(-1), (before * (before - after)).sum(-1))
     step = torch.where(product > 0, rhos * square / product, torch.inf)
     return torch.maximum(step, rhos / 4)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -395,7 +396,7 @@ def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[
     place, own = place[stream.shard.position].sort()
     ends = torch.arange(0, len(order) + size, size, device=order.device).clamp_max(len(order))
     bounds = torch.searchsorted(place, ends).tolist()
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         yield own[first:last]
 
 

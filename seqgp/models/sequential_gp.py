@@ -44,6 +44,7 @@ from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.sharding import gathered, scattered, with_graph
 from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
@@ -56,7 +57,7 @@ from seqgp.streaming.inducing_points import InducingPointRule
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
-from seqgp.streaming.state import Shard, StreamState
+from seqgp.streaming.state import StreamState
 from seqgp.streaming.update import (
     Remembered,
     UpdateRecord,
@@ -238,8 +239,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 batch_shape=parts.batch_shape,
             )
         )
-        if not ranks.alone:
-            self.variational_strategy.ranks = ranks
+        self.variational_strategy.set_ranks(ranks)
         if learn_inducing_points is None:
             # Fits and updates know what to do with them; other optimisers leave them alone.
             self.variational_strategy.inducing_points.requires_grad_(False)
@@ -706,7 +706,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _mean_noise(self) -> Tensor:
         """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
-        noise = self.stream.observations.arguments.get("noise")
+        noise, shard = self.stream.observations.arguments.get("noise"), self.stream.shard
+        if shard is not None and shard.mean_noise is not None and shard.total:
+            return shard.mean_noise
         if noise is None or noise.shape[-1] == 0:
             noise = self.likelihood.noise_covar.noise
         if noise.shape[-1] == 0:
@@ -851,7 +853,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         order = stream.shard.ranks.gather(stream.shard.position).argsort()
         whole = data.gathered(stream.shard.ranks).select(order)
         if torch.is_grad_enabled():  # a learnable input transform has its share of the gradient
-            whole = replace(whole, inputs=_with_graph(whole.inputs, data.inputs, stream.shard))
+            whole = replace(whole, inputs=with_graph(whole.inputs, data.inputs, stream.shard))
         start = None if start is None else Sites(*map(stream.gather, start))
         with step_limit(max_steps) as limit:
             bound, sites = strategy.bound(
@@ -1339,6 +1341,25 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
         return model
 
+    # ---------------------------------------------------------------- several processes
+
+    def gathered(self) -> SequentialGP:
+        """A copy that holds the observations of all processes, and belongs to none of them.
+
+        Every process of the ``process_group`` has to call it.
+        """
+        return gathered(self)
+
+    def scattered(self, process_group: torch.distributed.ProcessGroup) -> SequentialGP:
+        """A copy that shares its observations evenly with other processes.
+
+        Every process of the group calls it, with the same model: the inverse of `gathered`.
+
+        Args:
+            process_group: The processes.
+        """
+        return scattered(self, process_group)
+
     # ---------------------------------------------------------------- housekeeping
 
     @classmethod
@@ -1433,12 +1454,6 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
 # What asks for BoTorch's exact GP by name (`NoisyExpectedImprovement`) takes this one as well.
 SingleTaskGP.register(SequentialGP)
-
-
-def _with_graph(inputs: Tensor, own: Tensor, shard: Shard) -> Tensor:
-    """Inputs of all ranks, of which those of this one have a graph, for a bound that is shared."""
-    rows = own.detach() + shard.ranks.size * (own - own.detach())
-    return inputs.index_copy(-2, shard.position, rows)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

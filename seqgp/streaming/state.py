@@ -21,11 +21,14 @@ class Shard:
         position: ``n``, the place of each observation among those of all ranks, oldest first; new
             ones in the order of the ranks that they came to.
         total: The number of these.
+        mean_noise: ``[m x] 1``, the mean of their noise variances, if they have such. Predictions,
+            which do not communicate, take it for new ones.
     """
 
     ranks: Ranks
     position: Tensor
     total: int
+    mean_noise: Tensor | None = None
 
     @classmethod
     def begin(cls, number: int, device: torch.device, ranks: Ranks) -> Shard:
@@ -37,7 +40,9 @@ class Shard:
         counts = self.ranks.counts(number)
         first = self.total + sum(counts[: self.ranks.rank])
         new = torch.arange(first, first + number, device=self.position.device)
-        return Shard(self.ranks, torch.cat([self.position, new]), self.total + sum(counts))
+        return replace(
+            self, position=torch.cat([self.position, new]), total=self.total + sum(counts)
+        )
 
     def among(self, kept: Tensor) -> Shard:
         """With positions among those that are kept, of which the positions so far are given."""
@@ -97,10 +102,43 @@ class StreamState:
         """The state of a model that has been built with some observations, on each rank."""
         n = len(observations)
         one = observations.inputs.new_ones(n)
-        shard = None
-        if not ranks.alone:
-            shard = Shard.begin(n, one.device, ranks)
-        return cls(observations, one, one, one, n if shard is None else shard.total, shard=shard)
+        if ranks.alone:
+            return cls(observations, one, one, one, n)
+        shard = Shard.begin(n, one.device, ranks)
+        return cls(observations, one, one, one, shard.total, shard=shard).noting_noise()
+
+    def noting_noise(self) -> StreamState:
+        """With the mean noise variance of the observations of all ranks."""
+        noise = self.observations.arguments.get("noise")
+        if self.shard is None or noise is None:
+            return self
+        (total,) = self.shard.ranks.sum(noise.sum(-1, keepdim=True))
+        shard = replace(self.shard, mean_noise=total / max(self.num_held, 1))
+        return replace(self, shard=shard)
+
+    def whole(self) -> StreamState:
+        """That of one process that holds the observations of all ranks."""
+        if self.shard is None:
+            return self
+        order = self.shard.ranks.gather(self.shard.position).argsort()
+        return replace(
+            self,
+            observations=self.observations.gathered(self.shard.ranks).select(order),
+            represents=self.gather(self.represents),
+            importance=self.gather(self.importance),
+            fade=self.gather(self.fade),
+            shard=None,
+        )
+
+    def split(self, ranks: Ranks) -> StreamState:
+        """That of one of several processes that share the observations evenly."""
+        if ranks.alone:
+            return self
+        n = len(self.observations)
+        first, last = (n * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+        index = torch.arange(first, last, device=self.fade.device)
+        shard = Shard(ranks, index, n)
+        return replace(self.select(index), shard=shard).noting_noise()
 
     @property
     def num_held(self) -> int:

@@ -265,7 +265,7 @@ def _learn(
         num_seen=number,
         learned_at=number if decision.learn else stream.learned_at,
         restarted_at=number if decision.restart else stream.restarted_at,
-    )
+    ).noting_noise()
     if not (decision.learn or strategy.has_summary):
         strategy.state()  # so that the first prediction finds it
     reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
@@ -480,7 +480,9 @@ def forget(model: StreamModel, known: Observations) -> None:
     for rank in range(ranks.size):  # one after the other: each observation is removed once
         found = torch.zeros(len(rest), device=keep.device)
         if rank == ranks.rank:
-            matches = _matches(held, known.select(torch.tensor(rest, dtype=torch.long, device=keep.device)))
+            matches = _matches(
+                held, known.select(torch.tensor(rest, dtype=torch.long, device=keep.device))
+            )
             keep[[i for i in matches if i is not None]] = False
             found[[k for k, i in enumerate(matches) if i is not None]] = 1.0
         (found,) = ranks.sum(found)
@@ -496,7 +498,7 @@ def forget(model: StreamModel, known: Observations) -> None:
     kept = draft.stream.gather(keep).nonzero().squeeze(-1)
     own = _note_kept(draft, kept)
     stream = draft.stream.select(own)
-    draft.stream = replace(stream, num_seen=stream.num_seen - len(known))
+    draft.stream = replace(stream, num_seen=stream.num_seen - len(known)).noting_noise()
     draft.refresh()
     ranks.commit(lambda: adopt(model, draft))
 

@@ -105,9 +105,10 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
             kl = self.model.variational_strategy.kl_divergence() * (self.beta / num_data)
         kl = ranks.shared(kl)
         log_prior = ranks.shared(self._log_prior(log_likelihood) / num_data)
-        added = [ranks.shared(term.loss()) for term in self.model.added_loss_terms()]
+        added = self._added(ranks)
         if not self.combine_terms:
-            return (log_likelihood, kl, log_prior, *([sum(added)] if added else []))
+            terms = [torch.stack(added).sum(0)] if added else []
+            return (log_likelihood, kl, log_prior, *terms)
         return log_likelihood - kl + log_prior - sum(added)
 
     def with_priors(self, bound: Tensor, num_data: int) -> Tensor:
@@ -118,8 +119,12 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
             num_data: The number of observations.
         """
         ranks: Ranks = getattr(self.model.variational_strategy, "ranks", ALONE)
-        added = sum(ranks.shared(term.loss()) for term in self.model.added_loss_terms())
+        added = sum(self._added(ranks))
         return (bound + ranks.shared(self._log_prior(bound))) / num_data - added
+
+    def _added(self, ranks: Ranks) -> list[Tensor]:
+        """Loss terms that modules of the model have added."""
+        return [ranks.shared(term.loss()) for term in self.model.added_loss_terms()]
 
     def _log_prior(self, like: Tensor) -> Tensor:
         """Unlike in GPyTorch's bounds: each prior once, in a batch of models to each its own."""

@@ -102,7 +102,9 @@ def shared_loss(
             if not (torch.is_grad_enabled() and value.requires_grad):
                 return ranks.sum(value / ranks.size)[0]
             shares = torch.autograd.grad(value, inputs, allow_unused=True)
-            known = [torch.zeros_like(p) if g is None else g for p, g in zip(inputs, shares)]
+            known = [
+                torch.zeros_like(p) if g is None else g for p, g in zip(inputs, shares, strict=True)
+            ]
             total, *gradient = ranks.sum(value.detach() / ranks.size, *known)
         slopes = zip(inputs, gradient, strict=True)
         return total + torch.stack([((p - p.detach()) * g).sum() for p, g in slopes]).sum()

@@ -212,6 +212,16 @@ class DualVariationalStrategy(DualState):
         shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
 
+    def set_ranks(self, ranks: Ranks) -> None:
+        """Share the observations with other processes, or with none.
+
+        Args:
+            ranks: The processes.
+        """
+        self.__dict__.pop("ranks", None)
+        if not ranks.alone:  # which is no part of a checkpoint
+            self.ranks = ranks
+
     # ---------------------------------------------------------------- learning
 
     @torch.no_grad()
@@ -681,7 +691,7 @@ class DualVariationalStrategy(DualState):
         fantasy = self.shallow_copy()
         strategy: DualVariationalStrategy = fantasy.variational_strategy
         strategy.is_fantasy = True
-        strategy.__dict__.pop("ranks", None)  # what it observes, it observes alone
+        strategy.set_ranks(ALONE)  # what it observes, it observes alone
         if fixed_inducing:
             strategy.converge(
                 inputs,

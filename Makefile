@@ -1,23 +1,33 @@
-# `make demo` and `make test` set up everything they need: a virtual environment of their own, with
-# the tested versions of constraints.txt. Run again, they start at once.
+# `make demo` and `make test` set up what they need, and no more: a virtual environment of their
+# own, with the tested versions of constraints.txt. Run again, they start at once.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
+# With progress bars on a terminal, and the name of each package elsewhere. What is imported is
+# compiled when it is imported first, which is a small part of what is installed.
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: setup demo test quick lint types docs wheel clean
+.PHONY: setup demo test quick lint types docs wheel sdist clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY_DEMO): pyproject.toml constraints.txt
+	@echo "Installing PyTorch and what the demo needs into $(VENV): a minute, or a few on a slow line."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,tutorials]"
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable ".[demo]"
 	touch $@
 
-demo: $(READY)
+$(READY): $(READY_DEMO)
+	@echo "Installing what tests, benchmarks and documentation need into $(VENV)."
+	$(PIP) --no-build-isolation --editable ".[dev,tutorials]"
+	touch $@
+
+demo: $(READY_DEMO)
 	$(BIN)/python -m tutorials.hotspots --short
 
 test: $(READY) lint types
@@ -39,6 +49,9 @@ docs: $(READY)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --wheel
+
+sdist: $(READY)
+	$(BIN)/python -m build --no-isolation --sdist
 
 clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -44,6 +44,7 @@ BENCHMARKS = {
     "splitmnist": Entry(
         "digits in tasks of two classes: what is forgotten, against rivals", "seeds"
     ),
+    "cuda": Entry("everything on a GPU: results and times, compared with the CPU", "seeds"),
     "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

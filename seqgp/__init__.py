@@ -15,6 +15,7 @@ from seqgp._version import __version__
 
 if TYPE_CHECKING:
     from seqgp import acquisition as acquisition
+    from seqgp import active_learner as active_learner
     from seqgp import ax as ax
     from seqgp import batch_optimizer as batch_optimizer
     from seqgp import checkpoint as checkpoint
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
     from seqgp.merging import merge as merge
+    from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
@@ -46,6 +48,7 @@ __all__ = [
     "DualVariationalStrategy",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
+    "PreferenceGP",
     "SequentialGP",
     "__version__",
     "load",
@@ -62,6 +65,7 @@ _OBJECTS = {
     "DualVariationalStrategy": "seqgp.variational",
     "OrdinalLikelihood": "seqgp.likelihoods",
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
+    "PreferenceGP": "seqgp.models",
     "SequentialGP": "seqgp.models",
     "load": "seqgp.checkpoint",
     "merge": "seqgp.merging",
@@ -70,6 +74,7 @@ _OBJECTS = {
 
 _MODULES = (
     "acquisition",
+    "active_learner",
     "ax",
     "batch_optimizer",
     "checkpoint",

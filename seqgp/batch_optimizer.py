@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from torch import Tensor
 
 from seqgp.acquisition.batch_options import check_options
+from seqgp.acquisition.contexts import Context, check_context, in_context, matches_context
 from seqgp.acquisition.fantasies import Fantasy
 from seqgp.acquisition.fantasy_batch import fantasy_batch, valid_improvement
-from seqgp.acquisition.mixed_space import check_bounds, quasi_random_points
 from seqgp.acquisition.separation import SEPARATION
 from seqgp.acquisition.validity import (
     NO_VALID_OBSERVATION,
@@ -26,17 +26,15 @@ from seqgp.acquisition.validity import (
     best_valid,
     log_validity,
 )
+from seqgp.ask_tell import AskTell
 from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
-from seqgp.progress import progress_bar
-from seqgp.validation import check_inputs, check_tensor, is_whole
-
-_VERSION = 3
+from seqgp.validation import check_tensor, is_whole
 
 
-class BatchOptimizer:
+class BatchOptimizer(AskTell):
     r"""Optimise a function whose evaluations can fail, in batches.
 
     A model of the objective learns from valid evaluations. A classifier, the validity model, learns
@@ -44,8 +42,8 @@ class BatchOptimizer:
     probability of validity, and imagines outcomes at pending points and at previous points of the
     batch.
 
-    `ask` has no side effects. Its result depends only on what has been told, its arguments and the
-    seed. All learning happens in `tell`.
+    `ask` has no side effects, unless it is to remember what is pending. Its result depends only on
+    what has been told, what is pending, its arguments and the seed. All learning happens in `tell`.
 
     Args:
         bounds: ``2 x d`` bounds of the inputs, lower bounds first. They determine the dtype and
@@ -93,6 +91,9 @@ class BatchOptimizer:
         tensor(True)
     """
 
+    _version = 4
+    _fixed = ("bounds", "maximize", "num_trials", "learn_from_failures")
+
     def __init__(
         self,
         bounds: Tensor,
@@ -110,14 +111,9 @@ class BatchOptimizer:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        check_inputs(bounds, name="bounds")
-        check_bounds(bounds, strict=True)
+        super().__init__(bounds, num_initial, refit_every, fit_options, seed, options)
         if incumbent not in ("observed", "mean"):
             raise ValueError(f"incumbent: expected 'observed' or 'mean', got {incumbent!r}.")
-        if refit_every < 1:
-            raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
-        if num_initial is not None and num_initial < 0:
-            raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
         if not is_whole(num_trials) or num_trials < 1:
             raise ValueError(
                 f"num_trials: expected a whole number, at least 1, got {num_trials!r}."
@@ -126,19 +122,12 @@ class BatchOptimizer:
         others = {name: value for name, value in options.items() if name != "optimizer"}
         own = inspect.signature(BatchOptimizer).parameters
         check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others, own)
-        d = bounds.shape[-1]
-        self.bounds = bounds.detach().clone()
-        self.maximize, self.seed = maximize, seed
-        self.num_initial = 2 * (d + 1) if num_initial is None else num_initial
+        self.maximize = maximize
         self.fantasy, self.separation = fantasy, separation
         self.num_trials = int(num_trials)
         self.learn_from_failures, self.incumbent = learn_from_failures, incumbent
-        self.refit_every = refit_every
         self.make_objective = make_objective or self._default_objective
         self.make_validity = make_validity or self._default_validity
-        self.fit_options = {"maxiter": 50} if fit_options is None else fit_options
-        self.options = options
-        self.X = self.bounds.new_empty(0, d)
         self.Y = self.bounds.new_empty(0)
         self.num_valid = torch.empty(0, dtype=torch.long, device=bounds.device)
         self._objective = RefittedModel(self.make_objective)
@@ -146,57 +135,71 @@ class BatchOptimizer:
 
     # ---------------------------------------------------------------- ask and tell
 
-    def ask(self, q: int = 1, X_pending: Tensor | None = None, progress: bool = False) -> Tensor:
+    def ask(
+        self,
+        q: int = 1,
+        X_pending: Tensor | None = None,
+        progress: bool = False,
+        context: Context | None = None,
+        remember_pending: bool = False,
+    ) -> Tensor:
         """Propose ``q x d`` inputs to evaluate. Asking again returns the same inputs.
 
         Until there are ``num_initial`` evaluations, these are the first points of a quasi-random
-        sequence that have neither been told nor passed as ``X_pending``. Without ``X_pending``,
-        points that are still being evaluated are proposed again.
+        sequence that have neither been told nor are pending. Points that are still being evaluated
+        are proposed again, unless they are passed as ``X_pending`` or remembered.
 
         As long as there is no incumbent (neither a valid evaluation nor a value to learn from), the
         probability of validity is maximised, with a `NoValidObservationWarning`.
 
         Args:
             q: The number of inputs.
-            X_pending: ``k x d`` inputs that are being evaluated.
+            X_pending: ``k x d`` inputs that are being evaluated, besides those remembered.
             progress: Whether to show a progress bar (only on a terminal).
+            context: Values of some inputs that are given this time, by index: ``{2: 0.3}``. The
+                incumbent is the best for that context, see `incumbent_in`.
+            remember_pending: Whether to remember these inputs as pending until their outcomes are
+                told (or until `forget_pending`). Asking again then returns other inputs.
         """
-        return self._propose(q, X_pending, progress)
+        X = self._propose(q, X_pending, progress, context, stacklevel=3)
+        return self._remember(X, remember_pending)
 
-    def _propose(self, q: int, X_pending: Tensor | None, progress: bool) -> Tensor:
-        """The result of `ask`. Warnings point at the caller of the calling method."""
-        if not is_whole(q) or q < 1:
-            raise ValueError(f"q: expected a whole number of points, at least one, got {q!r}.")
-        known = self.X
-        if X_pending is not None:
-            self._check_X(X_pending, "X_pending")
-            known = torch.cat([known, X_pending.detach()])
+    def _propose(
+        self,
+        q: int,
+        X_pending: Tensor | None,
+        progress: bool,
+        context: Context | None,
+        stacklevel: int,
+    ) -> Tensor:
+        """The result of `ask`. Warnings point at the caller at the given level."""
+        options = self._check_request(q, context)
+        pending = self._all_pending(X_pending)
         if len(self.X) < max(self.num_initial, 1):
-            return self._initial_points(known, q)
+            return self._initial_points(torch.cat([self.X, pending]), q, options)
         objective, validity = self.objective_model, self.validity_model
         if objective is not None and not self.num_valid.any():
             validity = None  # a single class: there is nothing to learn about validity
         models = [model for model in (objective, validity) if model is not None]
         best_f = self.best_f
+        if best_f is not None and context:
+            best_f = self.incumbent_in(context)[1]
         if best_f is None:
-            warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=3)
-        devices = [self.bounds.device] if self.bounds.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=stacklevel)
+        with self._seeded() as seed, warnings.catch_warnings():
             warnings.simplefilter("ignore", NoValidObservationWarning)  # warned above
-            seed = self.seed * 1_000_003 + len(self.X)
-            torch.manual_seed(seed)
             return fantasy_batch(
                 valid_improvement(best_f, self.maximize),
                 models,
                 self.bounds,
                 q,
                 fantasy=self.fantasy,
-                X_pending=X_pending,
+                X_pending=pending if len(pending) else None,
                 X_avoid=self.X[~self.valid],
                 separation=self.separation,
                 seed=seed,
                 progress=progress,
-                **self.options,
+                **options,
             ).X
 
     def tell(self, X: Tensor, Y: Tensor, valid: Tensor | None = None) -> None:
@@ -209,11 +212,7 @@ class BatchOptimizer:
                 evaluation, the numbers of valid trials. By default, evaluations are valid if their
                 value is not NaN.
         """
-        self._check_X(X, "X")
-        Y = self._as_tensor(Y, "Y", self.bounds.dtype)
-        if Y.numel() != len(X):
-            raise ValueError(f"Y: expected {len(X)} values, got shape {tuple(Y.shape)}.")
-        Y = Y.reshape(-1)
+        Y = self._outcomes(X, Y)
         if valid is None:
             valid = (~Y.isnan()).long() * self.num_trials
         num_valid = self._check_valid(valid, len(X))
@@ -231,6 +230,7 @@ class BatchOptimizer:
         learners = self._learn(*data)
         self.X, self.Y, self.num_valid = data
         self._objective, self._validity = learners
+        self.pending = self._without(self.pending, X)
 
     def run(
         self,
@@ -248,26 +248,23 @@ class BatchOptimizer:
             q: The number of evaluations in a batch.
             progress: Whether to show a progress bar (only on a terminal).
         """
-        bar = progress_bar(
-            total=num_evaluations,
-            initial=len(self.X),
-            desc="evaluations",
-            disable=None if progress else True,
-        )
-        with bar:
-            while len(self.X) < num_evaluations:
-                X = self._propose(min(q, num_evaluations - len(self.X)), None, False)
-                outcome = evaluate(X)
-                if not isinstance(outcome, tuple | list) or len(outcome) != 2:
-                    raise TypeError(
-                        "evaluate: expected a function that returns a pair (Y, valid), where valid "
-                        f"may be None, but it returned a {type(outcome).__name__}."
-                    )
-                self.tell(X, *outcome)
-                bar.update(len(X))
-                best = self.best
-                shown = "none" if best is None else f"{float(best[1]):.4g}"
-                bar.set_postfix(best=shown, failed=int((~self.valid).sum()))
+
+        def shown() -> dict[str, Any]:
+            best = self.best
+            value = "none" if best is None else f"{float(best[1]):.4g}"
+            return {"best": value, "failed": int((~self.valid).sum())}
+
+        def propose(number: int) -> Tensor:
+            return self._propose(number, None, False, None, stacklevel=5)
+
+        for X in self._rounds(propose, num_evaluations, q, progress, "evaluations", shown):
+            outcome = evaluate(X)
+            if not isinstance(outcome, tuple | list) or len(outcome) != 2:
+                raise TypeError(
+                    "evaluate: expected a function that returns a pair (Y, valid), where valid "
+                    f"may be None, but it returned a {type(outcome).__name__}."
+                )
+            self.tell(X, *outcome)
 
     @property
     def valid(self) -> Tensor:
@@ -289,11 +286,42 @@ class BatchOptimizer:
         """The value of the incumbent, ``None`` if there is none."""
         if self.objective_model is None:
             return None
-        counts = self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
+        counts = self._candidates()
         if self.incumbent == "observed":
             return best_valid(self.Y, counts, self.maximize)
         posterior: Any = self.objective_model.posterior(self.X[counts].unsqueeze(-2))
         return posterior.mean.max() if self.maximize else posterior.mean.min()
+
+    @torch.no_grad()
+    def incumbent_in(self, context: Context) -> tuple[Tensor, Tensor]:
+        r"""The incumbent for a context: the best of the known inputs, moved to that context.
+
+        Values observed elsewhere say little about a context. An input counts by the posterior mean
+        that it has in the context, or by its value if it was observed there (and if ``incumbent``
+        is ``"observed"``). Of inputs that are probably invalid there, none counts unless all are.
+
+        Args:
+            context: Values of some inputs, by index: ``{2: 0.3}``.
+
+        Returns:
+            The input ``d`` and its value.
+        """
+        check_context(context, self.bounds)
+        if self.objective_model is None or self.validity_model is None:
+            raise RuntimeError("There is no incumbent: no evaluation to learn from has been told.")
+        counts = self._candidates()
+        X = in_context(self.X[counts], context)
+        posterior: Any = self.objective_model.posterior(X.unsqueeze(-2))
+        values = posterior.mean.reshape(-1)
+        if self.incumbent == "observed":
+            there = matches_context(self.X[counts], context)
+            values = torch.where(there, self.Y[counts], values)
+        score = values if self.maximize else -values
+        valid = self.probability_of_validity(X) > THRESHOLD
+        if valid.any():
+            score = torch.where(valid, score, -torch.inf)
+        best = score.argmax()
+        return X[best], values[best]
 
     @property
     def objective_model(self) -> Model | None:
@@ -326,21 +354,9 @@ class BatchOptimizer:
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all evaluations and everything that was learnt: tensors, numbers and strings.
-
-        Save it with ``torch.save``, and load it with ``torch.load(..., weights_only=True)``. It
-        does not include options: build an optimiser with the same options, then call
-        `load_state_dict`.
-        """
-        return {
-            "version": _VERSION,
-            "bounds": self.bounds.clone(),
-            "maximize": self.maximize,
-            "X": self.X.clone(),
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        return super().state_dict() | {
             "Y": self.Y.clone(),
-            "num_trials": self.num_trials,
-            "learn_from_failures": self.learn_from_failures,
             "num_valid": self.num_valid.clone(),
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
@@ -352,56 +368,17 @@ class BatchOptimizer:
         Args:
             state: The result of `state_dict`.
         """
-        is_state = isinstance(state, Mapping) and "version" in state
-        if is_state and state["version"] == _VERSION:
-            is_state = state.keys() >= self.state_dict().keys()
-        if not is_state:
-            raise ValueError(
-                "state: not the state of a BatchOptimizer; expected the result of state_dict()."
-            )
-        if state["version"] != _VERSION:
-            raise ValueError(
-                f"state: expected version {_VERSION}, got {state['version']}: it was saved by "
-                "another version of seqgp."
-            )
-        for name in ("bounds", "maximize", "num_trials", "learn_from_failures"):
-            saved, own = state[name], getattr(self, name)
-            before, now = (torch.as_tensor(value).to(self.bounds) for value in (saved, own))
-            if not torch.equal(before, now):
-                raise ValueError(
-                    f"state: saved with {name} = {saved}, but this optimiser has {own}; build it "
-                    "with the same options."
-                )
-        self._check_X(state["X"].to(self.bounds), "state['X']")
-        X, Y = state["X"].to(self.bounds), state["Y"].to(self.bounds)
+        X, pending = self._check_state(state)
+        Y = state["Y"].to(self.bounds)
         num_valid = state["num_valid"].to(self.bounds.device)
         objective, validity = RefittedModel(self.make_objective), RefittedModel(self.make_validity)
         teaches = self._teaches(Y, self._is_valid(num_valid))
         objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
         validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
         self.X, self.Y, self.num_valid = X, Y, num_valid
-        self._objective, self._validity = objective, validity
+        self._objective, self._validity, self.pending = objective, validity, pending
 
     # ---------------------------------------------------------------- helpers
-
-    def _as_tensor(self, values: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Convert numbers or labels to a tensor on the device of the bounds."""
-        try:
-            return torch.as_tensor(values, dtype=dtype, device=self.bounds.device).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name}: expected numbers, got {values!r:.50}.") from error
-
-    def _check_X(self, X: Tensor, name: str) -> None:
-        check_inputs(X, name=name)
-        if X.dim() != 2 or X.shape[-1] != self.bounds.shape[-1]:
-            raise ValueError(
-                f"{name}: expected shape n x {self.bounds.shape[-1]}, got {tuple(X.shape)}."
-            )
-        if X.dtype != self.bounds.dtype or X.device != self.bounds.device:
-            raise TypeError(
-                f"{name}: expected {self.bounds.dtype} on {self.bounds.device}, like the bounds, "
-                f"got {X.dtype} on {X.device}."
-            )
 
     def _check_valid(self, valid: Any, n: int) -> Tensor:
         """Return ``n`` numbers of valid trials, from labels or numbers."""
@@ -429,6 +406,10 @@ class BatchOptimizer:
     def _teaches(self, Y: Tensor, valid: Tensor) -> Tensor:
         """Which evaluations the model of the objective learns from."""
         return ~Y.isnan() if self.learn_from_failures else valid
+
+    def _candidates(self) -> Tensor:
+        """Which evaluations can be the incumbent."""
+        return self.valid if self.valid.any() else self._teaches(self.Y, self.valid)
 
     def _learn(
         self, X: Tensor, Y: Tensor, num_valid: Tensor
@@ -470,12 +451,3 @@ class BatchOptimizer:
             covar_module=sharp(kernel).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
         )
-
-    def _initial_points(self, known: Tensor, q: int) -> Tensor:
-        """The first points of a quasi-random sequence that are not known."""
-        X = quasi_random_points(len(known) + q, self.bounds, self.options, self.seed)
-        span = (self.bounds[1] - self.bounds[0]).clamp_min(torch.finfo(X.dtype).tiny)
-        apart = ((X.unsqueeze(1) - known).abs() / span > 1e-6).any(-1).all(-1)
-        new = X[apart][:q]
-        # In a discrete space all points may be known: repeat some of them.
-        return new if len(new) == q else X[-q:]

@@ -21,6 +21,7 @@ MORE_OF_A_KIND = {
 #: Examples of docstrings that optimise something.
 SLOW_EXAMPLES = {
     "seqgp.acquisition.fantasy_batch.fantasy_batch",
+    "seqgp.active_learner.ActiveLearner",
     "seqgp.ax.strategy.generation_strategy",
     "seqgp.ax.strategy.probability_of_validity",
     "seqgp.batch_optimizer.BatchOptimizer",

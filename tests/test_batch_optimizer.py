@@ -497,3 +497,70 @@ def test_bad_options() -> None:
         optimizer(0).ask(1, X_pending=torch.rand(2, 3))
     with pytest.raises(RuntimeError, match="Nothing"):
         optimizer(0).probability_of_validity(torch.rand(2, 2))
+
+
+def test_contexts_fix_inputs_for_one_proposal() -> None:
+    loop = optimizer()
+    X = loop.ask(2, context={1: 0.3})
+    assert (X[:, 1] == 0.3).all()
+    assert not (loop.ask(2)[:, 1] == 0.3).any()
+    assert (optimizer(0).ask(3, context={0: 0.5})[:, 0] == 0.5).all()
+    with pytest.raises(ValueError, match="context: expected a value of input 0 within its bounds"):
+        loop.ask(context={0: -0.1})
+    with pytest.raises(ValueError, match="context: all 2 inputs"):
+        loop.ask(context={0: 0.1, 1: 0.2})
+    # The same as an optimiser whose input is always fixed, with the incumbent of that context.
+    fixed = optimizer(fixed_features={1: 0.3}, incumbent="mean")
+    x, value = fixed.incumbent_in({1: 0.3})
+    assert x[1] == 0.3
+    candidates = fixed.X[fixed.valid].clone()
+    candidates[:, 1] = 0.3
+    assert_close(value, fixed.objective_model.posterior(candidates).mean.max(), 1e-8)
+
+
+def test_incumbent_of_a_context() -> None:
+    """The optimum moves with the context, and an observed value counts where it was observed."""
+    loop = optimizer(0)
+    X = make_inputs(20, 2)
+    loop.tell(X, -(X[:, 0] - X[:, 1]).square())
+    for c in (0.2, 0.8):
+        x, value = loop.incumbent_in({1: c})
+        assert x[1] == c
+        assert abs(x[0] - c) < 0.1
+        assert value > -0.02
+        assert abs(loop.ask(context={1: c})[0, 0] - c) < 0.2
+    known = loop.X[3]
+    loop.tell(known.unsqueeze(0), torch.tensor([5.0]))
+    assert_close(loop.incumbent_in({1: float(known[1])})[1], torch.tensor(5.0), 1e-12)
+    with pytest.raises(RuntimeError, match="no evaluation to learn from"):
+        optimizer(0).incumbent_in({1: 0.5})
+
+
+def test_an_incumbent_is_probably_valid_in_its_context() -> None:
+    loop = optimizer(0)
+    X = make_inputs(30, 2)
+    valid = X.sum(-1) < 1
+    loop.tell(X, torch.where(valid, X[:, 0], torch.nan), valid)
+    x, _ = loop.incumbent_in({1: 0.7})
+    best = loop.best
+    assert best is not None
+    assert best[0][0] > 0.6
+    assert loop.probability_of_validity(x.unsqueeze(0)) > 0.5
+    assert x[0] < 0.5
+
+
+def test_pending_points_are_remembered_if_asked() -> None:
+    loop, plain = optimizer(), optimizer()
+    first = loop.ask(1, remember_pending=True)
+    assert torch.equal(loop.ask(1), plain.ask(1, X_pending=first))
+    assert torch.equal(loop.state_dict()["pending"], first)
+    other = optimizer(0)
+    other.load_state_dict(loop.state_dict())
+    assert torch.equal(other.ask(1), loop.ask(1))
+    loop.tell(first, *evaluate(first))
+    assert len(loop.pending) == 0
+    loop = optimizer(0)
+    X = torch.cat([loop.ask(2, remember_pending=True) for _ in range(3)])
+    assert torch.equal(X, optimizer(0).ask(6))
+    loop.forget_pending()
+    assert torch.equal(loop.ask(6), X)

@@ -57,6 +57,7 @@ from seqgp.acquisition import (
 )
 from seqgp.acquisition.fantasies import FANTASIES
 from seqgp.acquisition.uncertainty import CRITERIA
+from seqgp.active_learner import ActiveLearner
 from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.checkpoint import load_extra
 from seqgp.kernel_scales import median_distance, sharp
@@ -902,6 +903,37 @@ def test_batch_optimizer(name: str) -> None:
         proposed = other.ask(2, X_pending=points(device, 1))
         probability = optimizer.probability_of_validity(points(device, 4))
         return first, proposed, probability, optimizer.best
+
+    on_both(action)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_active_learner(pooled: bool) -> None:
+    def action(device: torch.device) -> Any:
+        pool = points(device, 9) if pooled else None
+        bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
+        learner, other = (
+            ActiveLearner(
+                bounds,
+                pool,
+                threshold=0.5,
+                fit_options={"maxiter": 0},
+                locations=points(device, 9),
+                **({} if pooled else SMALL),
+            )
+            for _ in range(2)
+        )
+        first = learner.ask(4, remember_pending=True)
+        X = torch.cat([first, points(device, 4) / 2])
+        learner.tell(X, X.sum(-1) > 0.9)
+        other.load_state_dict(learner.state_dict())
+        pending = points(device, 9)[3:4]
+        return (
+            first,
+            other.ask(2, X_pending=pending),
+            learner.expected_outcome(X),
+            learner.probability_above(X),
+        )
 
     on_both(action)
 

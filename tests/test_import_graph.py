@@ -28,7 +28,7 @@ LAYERS = (
     ("models",),
     ("acquisition", "kernel_scales", "simulated_survey"),
     ("checkpoint",),
-    ("batch_optimizer", "merging", "plots"),
+    ("active_learner", "ask_tell", "batch_optimizer", "merging", "plots"),
     ("ax",),
     ("seqgp",),  # the package's own __init__
 )

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 import seqgp
 from seqgp import progress
+from tests.oldest_versions import oldest_versions
 
 ROOT = Path(seqgp.__file__).parent
 DECLARED = {"torch", "gpytorch", "botorch", "linear_operator", "numpy", "seqgp"}
@@ -46,6 +48,22 @@ def test_ax_is_imported_by_its_own_package_only() -> None:
     assert "pandas" in (requires("ax-platform") or ())
     known = DECLARED | {"ax", "pandas"} | set(sys.stdlib_module_names)
     assert {(file, name) for file, name in top_level_imports("ax") if name not in known} == set()
+
+
+def test_lower_bounds_are_found() -> None:
+    """Those that a nightly workflow installs. The newest versions satisfy them."""
+    bounds = oldest_versions()
+    assert {"torch", "gpytorch", "botorch", "linear-operator", "ax-platform"} == set(bounds)
+    for name, bound in bounds.items():
+        assert Version(version(name)) >= Version(bound)
+
+
+def test_releases_are_described() -> None:
+    """The citation has the version; so has the changelog, once it is released."""
+    sources = ROOT.parent
+    assert f"version: {seqgp.__version__}\n" in (sources / "CITATION.cff").read_text()
+    changes = (sources / "CHANGELOG.md").read_text()
+    assert f"## [{seqgp.__version__}]" in changes or "## [Unreleased]" in changes
 
 
 def test_version_and_types() -> None:
@@ -178,7 +196,7 @@ def run_in(*arguments: str, cwd: Path) -> str:
 
 
 @pytest.mark.slow
-def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
+def test_source_distribution_has_everything(unpacked: Path) -> None:
     def files(root: Path) -> set[Path]:
         parts = ("seqgp", "tests", "benchmarks", "tutorials", "docs")
         found = (path for part in parts for path in (root / part).rglob("*"))
@@ -188,8 +206,8 @@ def test_source_distribution_has_everything_but_results(unpacked: Path) -> None:
             if not {"__pycache__", "_build"} & {*path.parts}
         }
 
-    results = {path for path in files(ROOT.parent) if path.match("benchmarks/results/*.json")}
-    assert files(unpacked) == files(ROOT.parent) - results
+    quick = {path for path in files(ROOT.parent) if path.match("benchmarks/results/*-quick.json")}
+    assert files(unpacked) == files(ROOT.parent) - quick
     assert all((unpacked / name).exists() for name in ("Makefile", "constraints.txt", "LICENSE"))
 
 

@@ -57,6 +57,18 @@ def gaussian() -> SequentialGP:
     )
 
 
+def test_the_range_is_that_of_the_data() -> None:
+    """And not of inducing points far away, unless there are no data to tell the range."""
+    Z = torch.tensor([[-50.0], [0.0], [0.5], [1.0], [80.0]])
+    model = SequentialGP(X / 3, torch.sin(X), inducing_points=Z)
+    (panel,) = seqgp.plots.posterior(model, resolution=20)
+    assert panel.get_xlim() == pytest.approx((-0.05, 1.05))
+    model.update(X / 3, torch.sin(X), memory=0, learn=False)
+    assert model.num_data == 0
+    (panel,) = seqgp.plots.posterior(model, resolution=20)
+    assert panel.get_xlim() == pytest.approx((-56.5, 86.5))
+
+
 def test_a_gaussian_posterior() -> None:
     model = gaussian()
     (panel,) = seqgp.plots.posterior(model, bounds=torch.tensor([[0.0], [3.0]]), resolution=20)

@@ -47,6 +47,7 @@ def select_from_pool(
     seed: int = 0,
     progress: bool = False,
     local: bool = False,
+    pending: Tensor | None = None,
     **arguments: Any,
 ) -> Selection:
     """Choose the points of a pool whose outcomes are expected to reduce uncertainty the most.
@@ -74,6 +75,8 @@ def select_from_pool(
         seed: Seed of the samples.
         progress: Whether to show a progress bar (only on a terminal).
         local: Whether only the uncertainty at the point itself counts.
+        pending: ``n`` booleans, or indices, of points that are being observed. Outcomes are
+            sampled there first. As if they had been chosen, their uncertainty is ignored.
         arguments: Arguments of the likelihood (``total_count=``), each a number or of shape ``n``.
 
     Returns:
@@ -100,6 +103,8 @@ def select_from_pool(
                 f"shape {tuple(value.shape)}."
             )
     counts = ~_mask(surveyed, n, pool.device, "surveyed", False)
+    awaited = _mask(pending, n, pool.device, "pending", False)
+    counts &= ~awaited
     open_ = counts & _mask(available, n, pool.device, "available", True)
     if not open_.any():
         raise ValueError("surveyed, available: no point of the pool is left to choose.")
@@ -112,15 +117,14 @@ def select_from_pool(
         if costs.shape != (n,) or not bool((costs > 0).all()):
             raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
     weights = checked_weights(weights, None if local else pool)
-    chosen: list[int] = []
-    rows = []
+    imagined: list[int] = awaited.nonzero().squeeze(-1).tolist()
+    start, rows = len(imagined), []
     while True:
         conditioned = model
-        if chosen:
-            sampler = SobolQMCNormalSampler(torch.Size([num_batch_fantasies]), seed=seed + 1)
-            index = torch.tensor(chosen, device=pool.device)
-            with torch.no_grad():
-                conditioned = model.fantasize(pool[index], sampler, **_at(arguments, index, n))
+        if imagined:
+            index = torch.tensor(imagined, device=pool.device)
+            given = _at(arguments, index, n)
+            conditioned = imagine(model, pool[index], num_batch_fantasies, seed, given)
         candidates, kept = open_.nonzero().squeeze(-1), counts.nonzero().squeeze(-1)
         scores = torch.full((n,), -torch.inf, dtype=pool.dtype, device=pool.device)
         scores[candidates] = expected_reduction(
@@ -138,10 +142,28 @@ def select_from_pool(
         if costs is not None:
             scores[candidates] /= costs.to(scores)[candidates]
         rows.append(scores)
-        chosen.append(int(scores.argmax()))
-        if len(chosen) == q:
-            return Selection(torch.tensor(chosen, device=pool.device), torch.stack(rows))
-        open_[chosen[-1]] = counts[chosen[-1]] = False
+        imagined.append(int(scores.argmax()))
+        if len(rows) == q:
+            chosen = torch.tensor(imagined[start:], device=pool.device)
+            return Selection(chosen, torch.stack(rows))
+        open_[imagined[-1]] = counts[imagined[-1]] = False
+
+
+@torch.no_grad()
+def imagine(
+    model: SequentialGP, X: Tensor, number: int, seed: int, arguments: dict[str, Any]
+) -> SequentialGP:
+    """A batch of models, each conditioned on sampled outcomes at pending or chosen points.
+
+    Args:
+        model: The model. It is not changed.
+        X: ``k x d`` points.
+        number: The number of samples, the batch shape of the result.
+        seed: Seed of the samples.
+        arguments: Arguments of the likelihood at these points.
+    """
+    sampler = SobolQMCNormalSampler(torch.Size([number]), seed=seed + 1)
+    return model.fantasize(X, sampler, **arguments)
 
 
 def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default: bool) -> Tensor:

@@ -272,7 +272,7 @@ class Uncertainty:
         if self.link.scale is not None:
             moments = self.link.scale**2 * variance
             return moments.expand(broadcast_shapes(mean.shape, variance.shape))
-        first, second = _moments(self.link, mean, variance)
+        first, second = link_moments(self.link, mean, variance)
         return _of_moments(self.criterion, first, second)
 
     def expected_gain(
@@ -368,8 +368,17 @@ def _of_moments(criterion: str, first: Tensor, second: Tensor) -> Tensor:
     return -(p * p.log() + (1 - p) * torch.log1p(-p))
 
 
-def _moments(link: Link, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of ``theta``, ``...``, summed node by node to save memory."""
+def link_moments(link: Link, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Mean and variance of :math:`F(h)` with :math:`h \sim N(m, v)`, by quadrature.
+
+    Args:
+        link: The link :math:`F`.
+        mean: ``...`` means :math:`m`.
+        variance: ``...`` variances :math:`v`.
+
+    Returns:
+        Two tensors ``...``. They are summed node by node to save memory.
+    """
     nodes, weights = gauss_hermite(NUM_NODES, mean.dtype, mean.device)
     sd = variance.sqrt()
     values = [link.forward(mean + sd * node) for node in nodes]
@@ -399,7 +408,7 @@ def prevalence(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> tuple[
         >>> prevalence(likelihood, torch.tensor([-3.0]), torch.tensor([4.0]))[0]
         tensor([0.1296])
     """
-    return _moments(link_of(likelihood), mean, variance + nugget_of(likelihood))
+    return link_moments(link_of(likelihood), mean, variance + nugget_of(likelihood))
 
 
 def exceedance(likelihood: Likelihood, threshold: float, mean: Tensor, variance: Tensor) -> Tensor:
@@ -444,5 +453,5 @@ def _table(criterion: str, link: str, dtype: torch.dtype, device: torch.device) 
     count = round(2 * _MAX_MEAN / _STEP) + 2, round(_MAX_SD / _STEP) + 2
     steps = [torch.arange(n, dtype=torch.float64, device="cpu") * _STEP for n in count]
     mean, sd = (steps[0] - _MAX_MEAN).unsqueeze(-1), steps[1]
-    first, second = _moments(LINKS[link], mean, sd.square())
+    first, second = link_moments(LINKS[link], mean, sd.square())
     return _of_moments(criterion, first, second).to(device, dtype)

@@ -381,7 +381,7 @@ def checked_criteria(
             "model: expected one output and one latent function; select an output with "
             "model.subset_output."
         )
-    link = _link_of(model)
+    link = model_link(model)
     if locations is not None:
         check_inputs(locations, model.num_inputs, name)
         if locations.dim() != 2 or len(locations) == 0:
@@ -398,8 +398,12 @@ def checked_criteria(
     return [Uncertainty(each, link, threshold) for each in criteria]
 
 
-def _link_of(model: SequentialGP) -> Link:
-    """The link from the latent function of a model to the scale of its observations."""
+def model_link(model: SequentialGP) -> Link:
+    """The link from the latent function of a model to the scale of its observations.
+
+    Args:
+        model: A model of one output and one latent function.
+    """
     link, transform = link_of(model.likelihood), getattr(model, "outcome_transform", None)
     if transform is None:
         return link

@@ -33,6 +33,7 @@ from seqgp.checkpoint.registry import (
 )
 from seqgp.checkpoint.storage import CheckpointError
 from seqgp.dual import Sites
+from seqgp.models.preference_gp import PreferenceGP
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
 from seqgp.streaming import StreamState, UpdateRecord
@@ -47,6 +48,9 @@ for _part in (Observations, StreamState, UpdateRecord):
 _VERSION = 2
 _LOG = logging.getLogger(__name__)
 
+#: Models that can be built from a file.
+_KNOWN = (SequentialGP, PreferenceGP)
+_KNOWN_BY_NAME = {name_of(kind): kind for kind in _KNOWN}
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
@@ -307,7 +311,7 @@ def _with_attributes(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _describe_parts(model: torch.nn.Module) -> dict[str, Any]:
     """The modules that a `SequentialGP` consists of; raises if they could not be rebuilt."""
-    if type(model) is not SequentialGP:
+    if type(model) not in _KNOWN:
         raise CannotDescribe(f"the model is a {type(model).__name__}")
     known = {"variational_strategy", *_GIVEN, *_SET}
     for name in model._modules:
@@ -429,7 +433,10 @@ def _build(content: dict[str, Any]) -> SequentialGP:
         _require(rows.shape[-1] == num_data, name)
     _require(attributes["stream"].represents.shape == (num_data,), "represents")
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
-    model = SequentialGP(
+    # A subclass has the state of its base, and a constructor that takes other data.
+    model: SequentialGP = SequentialGP.__new__(_KNOWN_BY_NAME[content["class"]])
+    SequentialGP.__init__(
+        model,
         X[..., :0, :] if held.coefficients is None else X[..., :0, :, :],
         X.new_empty(*batch_shape, 0, outputs),
         # One is enough, since all are restored; of many, a posterior would be computed in vain.

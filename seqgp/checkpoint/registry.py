@@ -412,6 +412,7 @@ for _cls in (
     gp.HalfNormalPrior,
     gp.HalfCauchyPrior,
     gp.GammaPrior,
+    gp.SmoothedBoxPrior,
 ):
     register(_cls, _PRIOR)
 register(gp.UniformPrior, {**_PRIOR, "a": "low", "b": "high"})

@@ -198,7 +198,9 @@ def assemble(
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         ).to(X)
-    Z = choose_inducing_points(all_X, inducing_points, covar_module, allocator)
+    # Functionals of the same points, such as comparisons of an item with others, repeat them.
+    candidates = all_X if coefficients is None or all_X.dim() > 2 else distinct(all_X)[0]
+    Z = choose_inducing_points(candidates, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
     if mean_module is None:
@@ -213,7 +215,7 @@ def assemble(
         m if latents is None else latents,
         aug_batch_shape,
         m > 1,
-        None if input_transform is None else _frozen(input_transform),
+        None if input_transform is None else frozen(input_transform),
         outcomes,
         is_default and outcomes is not None,
     )
@@ -260,7 +262,7 @@ def _check_scaling(
     validate_input_scaling(train_X=X, train_Y=Y, train_Yvar=Yvar)
 
 
-def _frozen(transform: InputTransform) -> InputTransform:
+def frozen(transform: InputTransform) -> InputTransform:
     """A transform with frozen statistics: inducing points and the past are in its space.
 
     It is a copy, so that the caller's can go on learning them. Parameters are shared, so that the
@@ -436,3 +438,19 @@ def choose_inducing_points(
     ]
     number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
+
+
+def distinct(points: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of ``n x d`` points in the order of appearance, and ``n`` indices of them.
+
+    Args:
+        points: The points.
+    """
+    rows, inverse = points.unique(dim=0, return_inverse=True)
+    n = len(points)
+    first = torch.full((len(rows),), n, device=points.device)
+    first = first.scatter_reduce(0, inverse, torch.arange(n, device=points.device), "amin")
+    order = first.argsort()
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=points.device)
+    return rows[order], rank[inverse]

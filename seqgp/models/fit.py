@@ -13,7 +13,7 @@ import torch
 from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
-from botorch.optim.utils import get_parameters, get_parameters_and_bounds
+from botorch.optim.utils import get_parameters
 from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
@@ -26,7 +26,7 @@ from seqgp.progress import progress_bar
 from seqgp.streaming.state import StreamState
 from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import adam, shared_loss, turning_back
+from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -140,6 +140,7 @@ def fit(
             _fit_minibatches(
                 model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
             )
+            model.variational_strategy.inducing_points.requires_grad_(model.fits_inducing_points)
         model.refresh(start=sites)
     return mll.eval()
 
@@ -331,14 +332,7 @@ def _fit_minibatches(
 ) -> None:
     data, n, ranks = model.stream.observations, model.num_data, model.variational_strategy.ranks
     moves = model.fits_inducing_points or not model.inducing_points_cover_data
-    Z = model.variational_strategy.inducing_points
-    if moves and isinstance(Z, torch.nn.Parameter):
-        Z.requires_grad_(True)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
+    parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
     most = 500 if options.epochs is None else options.epochs
     per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.

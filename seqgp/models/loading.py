@@ -174,6 +174,7 @@ def _raw_observations(draft: DataModel) -> tuple[Tensor, Tensor | None] | None:
         )
     except NotImplementedError:
         warnings.warn(
+            "Outcome transform does not support untransforming: "
             f"{type(transform).__name__} cannot be undone, so the training targets are not "
             "transformed anew (keep_transforms=False).",
             BotorchWarning,

@@ -75,7 +75,7 @@ def transform_observations(
     transform.eval()
     if coefficients is not None:
         Y = Y + _offset(transform) * (1 - coefficients.sum(-1, keepdim=True))
-    result: tuple[Tensor, Tensor | None] = transform(Y, noise, X=X)
+    result: tuple[Tensor, Tensor | None] = transform(Y=Y, Yvar=noise, X=X)
     return result
 
 
@@ -95,7 +95,7 @@ def untransform_observations(
         X: ``... x n x d`` inputs, after the input transform.
         coefficients: ``... x n x J``, if the observations are of functionals.
     """
-    result: tuple[Tensor, Tensor | None] = transform.untransform(Y, noise, X=X)
+    result: tuple[Tensor, Tensor | None] = transform.untransform(Y=Y, Yvar=noise, X=X)
     if coefficients is None:
         return result
     return result[0] - _offset(transform) * (1 - coefficients.sum(-1, keepdim=True)), result[1]

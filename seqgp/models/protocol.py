@@ -19,6 +19,8 @@ class DataModel(StreamModel, Protocol):
     keeps_inducing_points: bool
     #: Whether they are moved by gradient.
     fits_inducing_points: bool
+    #: Whether they may be put elsewhere.
+    changes_inducing_points: bool
     #: Whether the last batch dimension is that of the outputs.
     has_output_dim: bool
     #: Inputs that the model has been conditioned on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,13 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.traits import has_one_latent, is_conjugate
-from seqgp.models.construction import STREAM_INDUCING, assemble, choose_inducing_points
+from seqgp.likelihoods.traits import has_closed_form, has_one_latent, is_conjugate
+from seqgp.models.construction import (
+    STREAM_INDUCING,
+    assemble,
+    choose_inducing_points,
+    distinct,
+)
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
@@ -48,6 +54,8 @@ from seqgp.models.sharding import gathered, scattered, with_graph
 from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
+    known_noise,
+    note_conditioned,
     train_inputs,
     train_targets,
     untransformed_inputs,
@@ -106,10 +114,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     * The posterior is converged at the initial hyperparameters, and again when a prediction finds
       that hyperparameters, noise or the input transform have been set.
-    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. In a
-      loop of your own only the former works: in train mode the model returns its posterior, where
-      an exact GP returns its prior.
-    * Statistics of transforms are those of the first data, also along a stream.
+    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. So
+      does a loop of your own, the latter only for Gaussian observations of which none has been
+      discarded. In train mode the model returns its posterior; other objectives for exact GPs,
+      which expect the prior, raise.
+    * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
+      are those of the first data.
     * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
       so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
 
@@ -130,8 +140,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         outcome_transform: Applied to the targets. By default a `Standardize` if observations are
             real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
             `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
-            for nothing in any case. Its statistics are those of the training data and stay so.
-            The parameters of a likelihood are on the scale of transformed targets.
+            for nothing in any case. The statistics of the default follow a stream, those of others
+            are of the training data. Parameters of a likelihood are on the scale of transformed
+            targets.
         input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
             at construction.
         inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
@@ -181,6 +192,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
     fits_inducing_points: bool
+    #: Whether fits and updates may put them elsewhere.
+    changes_inducing_points: bool
     #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
     standardizes_by_default: bool
     #: Inputs that the model has been conditioned on, each ``... x q x d``, as they were given.
@@ -235,14 +248,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 self,
                 parts.inducing_points,
                 num_latents=parts.num_latents,
-                learn_inducing_locations=learn_inducing_points is not False,
+                # Otherwise a buffer, which optimisers leave alone, and which is not counted.
+                learn_inducing_locations=learn_inducing_points is True,
                 batch_shape=parts.batch_shape,
             )
         )
         self.variational_strategy.set_ranks(ranks)
-        if learn_inducing_points is None:
-            # Fits and updates know what to do with them; other optimisers leave them alone.
-            self.variational_strategy.inducing_points.requires_grad_(False)
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
@@ -254,6 +265,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
         self.fits_inducing_points = learn_inducing_points is True
+        self.changes_inducing_points = learn_inducing_points is not False
         self.max_inducing = parts.inducing_points.shape[-2]
         if not isinstance(inducing_points, Tensor):
             self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
@@ -589,8 +601,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         if self.training:
             inputs = self.transform_inputs(self.shared_by_outputs(inputs))
-        f = super().__call__(self.with_outputs(inputs), prior=prior, **kwargs)
-        return TrainingMarginals.of(f) if self.training and not prior else f
+        inputs = self.with_outputs(inputs)
+        f = super().__call__(inputs, prior=prior, **kwargs)
+        if prior or not self.training:
+            return f
+        exact = partial(super().__call__, inputs, prior=True) if self._is_exact() else None
+        return TrainingMarginals.of(f, exact)
+
+    def _is_exact(self) -> bool:
+        """Whether the model holds Gaussian observations, and has never learnt others."""
+        stream, strategy = self.stream, self.variational_strategy
+        plain = stream.observations.coefficients is None and stream.num_seen == self.num_data
+        known = strategy.is_fantasy or strategy.has_summary
+        return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
@@ -706,11 +729,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _mean_noise(self) -> Tensor:
         """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
-        noise, shard = self.stream.observations.arguments.get("noise"), self.stream.shard
+        shard = self.stream.shard
         if shard is not None and shard.mean_noise is not None and shard.total:
             return shard.mean_noise
-        if noise is None or noise.shape[-1] == 0:
-            noise = self.likelihood.noise_covar.noise
+        noise = known_noise(self)
         if noise.shape[-1] == 0:
             raise ValueError(
                 "noise: without observations that of new ones is not known; pass its variances, "
@@ -760,8 +782,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             number: How many; fewer if there are fewer inputs.
         """
-        X = self.transform_train_inputs(self.stream.observations.points)
+        held = self.stream.observations
+        X = self.transform_train_inputs(held.points)
         X = self.variational_strategy.ranks.gather(X, -2)
+        if held.coefficients is not None and X.dim() == 2:
+            X = distinct(X)[0]
         return choose_inducing_points(X, number, self.covar_module, self.inducing_point_allocator)
 
     def check_not_fantasy(self) -> None:
@@ -1267,7 +1292,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             model: SequentialGP = self.variational_strategy.get_fantasy_model(
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
             )
-        model.conditioned_inputs = (*self.conditioned_inputs, X.detach())
+        note_conditioned(model, X, kwargs.get("noise"))
         return model
 
     def fantasize(
@@ -1338,7 +1363,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs
         )
-        model.conditioned_inputs = (*self.conditioned_inputs, inputs.detach())
+        note_conditioned(model, inputs, kwargs.get("noise"))
         return model
 
     # ---------------------------------------------------------------- several processes

@@ -5,9 +5,11 @@ They are views for others: `SequentialGP.stream` holds the data.
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import torch
+from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
@@ -63,6 +65,46 @@ def train_targets(model: DataModel) -> Tensor:
     if observed is None:
         return targets
     return concatenate(targets, observed.data.targets.detach().to(targets), -1)
+
+
+def known_noise(model: DataModel) -> Tensor:
+    """``... [x m] x n`` noise variances of the observations of a model with fixed noise.
+
+    Args:
+        model: The model. If it is a conditioned one, what it was conditioned on is included.
+    """
+    held = model.stream.observations.arguments.get("noise")
+    if held is None or held.shape[-1] == 0 or model.variational_strategy.is_fantasy:
+        noise: Tensor = model.likelihood.noise_covar.noise
+        return noise
+    return held
+
+
+def note_conditioned(model: DataModel, X: Tensor, noise: Tensor | None) -> None:
+    """Let the training data of a new fantasy model include what it was conditioned on.
+
+    As in BoTorch, a likelihood with fixed noise has that of all observations. Everything else of
+    it is still shared with the model that was conditioned.
+
+    Args:
+        model: The fantasy model, which shares all this with the model that was conditioned.
+        X: ``... x q x d`` raw inputs.
+        noise: ``... [x m] x q`` noise variances.
+    """
+    model.conditioned_inputs = (*model.conditioned_inputs, X.detach())
+    old = model.likelihood
+    if noise is None or not isinstance(old, FixedNoiseGaussianLikelihood):
+        return
+    if isinstance(old, DirichletClassificationLikelihood):
+        return
+    likelihood, covariance = copy.copy(old), copy.copy(old.noise_covar)
+    likelihood.__dict__["_modules"] = dict(old.__dict__["_modules"])
+    first = not model.conditioned_inputs[:-1]
+    held = model.stream.observations.arguments.get("noise") if first else None
+    covariance.noise = concatenate(covariance.noise if held is None else held, noise, -1)
+    likelihood.noise_covar = covariance
+    model.likelihood = likelihood
+    model.variational_strategy.replace_likelihood(old, likelihood)
 
 
 def untransformed_inputs(model: DataModel, X: Tensor) -> Tensor:

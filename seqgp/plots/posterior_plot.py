@@ -50,8 +50,8 @@ def posterior(
         model: The model.
         axes: Axes to draw into: two of them for two inputs with ``show="both"``, otherwise one. By
             default those of a new figure.
-        bounds: ``2 x d`` bounds of the inputs to show. By default the range of the memory and the
-            inducing points.
+        bounds: ``2 x d`` bounds of the inputs to show. By default the range of the data in
+            memory, or that of the inducing points if the memory holds too little to have a range.
         dims: The one or two inputs to vary, if there are more.
         at: ``d`` inputs, the values at which the other inputs are held. By default the medians of
             the memory.
@@ -83,7 +83,7 @@ def posterior(
     memory_X, Z = memory_inputs(model), inducing_points_of(model)
     d = Z.shape[-1]
     dims = _check_dims(dims, d)
-    bounds = _bounds(bounds, torch.cat([memory_X, Z]))
+    bounds = _bounds(bounds, memory_X if _has_range(memory_X) else Z)
     if at is None:
         at = (memory_X if len(memory_X) else Z).median(0).values
     at = torch.as_tensor(at).to(Z)
@@ -129,6 +129,11 @@ def _check_dims(dims: Sequence[int] | None, d: int) -> tuple[int, ...]:
     if len(dims) not in (1, 2) or len(set(dims)) != len(dims) or not set(dims) <= set(range(d)):
         raise ValueError(f"dims: expected one or two of 0 to {d - 1}, got {dims}.")
     return dims
+
+
+def _has_range(X: Tensor) -> bool:
+    """Whether inputs vary in every dimension. Inducing points may lie far from all data."""
+    return len(X) > 1 and bool((X.amin(0) < X.amax(0)).all())
 
 
 def _bounds(bounds: Tensor | None, X: Tensor) -> Tensor:

@@ -31,9 +31,10 @@ def draft_of(model: Model, learn: bool) -> Model:
             if module is not strategy:
                 setattr(draft, name, copy.deepcopy(module, memo))
         Z = strategy.inducing_points
+        own = Z.detach().clone()  # gradients may move them, in place
         if isinstance(Z, Parameter):
-            own = Parameter(Z.detach().clone(), requires_grad=Z.requires_grad)
-            strategy.inducing_points = own
+            own = Parameter(own, requires_grad=Z.requires_grad)
+        strategy.inducing_points = own
     return draft
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from botorch.optim.utils import get_parameters_and_bounds
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from seqgp.variational.optimise import (
     Parameters,
     adam,
     lbfgs,
+    learnable_parameters,
     shared_loss,
     turning_back,
 )
@@ -155,15 +155,7 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
         moves_Z: Whether the inducing points are among it.
     """
     mll = DualELBO(model.likelihood, model)
-    Z = model.variational_strategy.inducing_points
-    if moves_Z and isinstance(Z, torch.nn.Parameter):
-        Z.requires_grad_(True)
-    parameters, bounds = get_parameters_and_bounds(
-        mll,
-        name_filter=None if moves_Z else lambda name: "inducing_points" not in name,
-        requires_grad=True,
-    )
-    return mll, parameters, bounds
+    return mll, *learnable_parameters(mll, moves_Z and model.changes_inducing_points)
 
 
 @torch.enable_grad()

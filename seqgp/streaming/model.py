@@ -35,6 +35,8 @@ class StreamModel(Protocol):
     keeps_inducing_points: bool
     #: Whether they are moved by gradient.
     fits_inducing_points: bool
+    #: Whether they may be put elsewhere.
+    changes_inducing_points: bool
     training: bool
     outcome_transform: OutcomeTransform
     mean_module: Mean

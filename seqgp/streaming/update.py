@@ -331,10 +331,8 @@ def _inducing_rule(
 ) -> InducingPointRule:
     if options.inducing is not None:
         return inducing_point_rule(options.inducing)
-    may_change = isinstance(model.variational_strategy.inducing_points, torch.nn.Parameter)
-    return rule.default_inducing(
-        options.learn is not False and may_change, model.fits_inducing_points
-    )
+    may_change = options.learn is not False and model.changes_inducing_points
+    return rule.default_inducing(may_change, model.fits_inducing_points)
 
 
 def _choose_inducing_points(

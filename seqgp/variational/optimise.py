@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.core import scipy_minimize
+from botorch.optim.utils import get_parameters_and_bounds
+from gpytorch.mlls import MarginalLogLikelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
@@ -17,6 +19,23 @@ from seqgp.distributed import Ranks
 
 Parameters = dict[str, Tensor]
 Bounds = dict[str, tuple[float | None, float | None]]
+
+
+def learnable_parameters(mll: MarginalLogLikelihood, moves_Z: bool) -> tuple[Parameters, Bounds]:
+    """The hyperparameters of an objective that are learnt, and bounds of some of them.
+
+    Args:
+        mll: The objective of a model with a `DualVariationalStrategy`.
+        moves_Z: Whether the inducing points are among what is learnt, be they a parameter or a
+            buffer. They require a gradient from then on.
+    """
+    parameters, bounds = get_parameters_and_bounds(
+        mll, name_filter=lambda name: not name.endswith("inducing_points"), requires_grad=True
+    )
+    if moves_Z:
+        Z = mll.model.variational_strategy.inducing_points
+        parameters["model.variational_strategy.inducing_points"] = Z.requires_grad_(True)
+    return parameters, bounds
 
 
 def lbfgs(

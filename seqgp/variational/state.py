@@ -337,7 +337,7 @@ class DualState(_VariationalStrategy):
         """The strategy's own tensors by name, without graphs: all that updates change of it."""
         self.settle()
         tensors = {name: getattr(self, name) for name in TENSORS}
-        return {k: t.detach() if isinstance(t, Parameter) else t for k, t in tensors.items()}
+        return {k: t.detach() if t.requires_grad else t for k, t in tensors.items()}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some of the strategy's tensors, by others of any size.
@@ -659,7 +659,7 @@ class DualState(_VariationalStrategy):
             value, own = state_dict.get(prefix + name), getattr(self, name)
             if value is not None and value.shape != own.shape:
                 self.set_tensors({name: own.detach().new_zeros(value.shape)})
-            elif name != "inducing_points":  # shared with fantasy models: never copied into
+            elif not isinstance(own, Parameter):  # shared with fantasy models: never copied into
                 setattr(self, name, own.clone())
         self.clear_cache()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

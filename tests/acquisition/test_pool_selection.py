@@ -116,3 +116,15 @@ def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
         select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights: expected 20 nonnegative"):
         select_from_pool(model, pool, weights=torch.full_like(costs, torch.nan), **options)
+
+
+def test_pending_points_come_first() -> None:
+    """A batch is its points one after the other, with the previous ones pending."""
+    model, pool = model_of("binomial"), points(30)
+    options: dict[str, Any] = {"threshold": 0.3, "total_count": torch.full((30,), TOTAL)}
+    batch = select_from_pool(model, pool, q=2, **options)
+    second = select_from_pool(model, pool, pending=batch.chosen[:1], **options)
+    assert int(second.chosen) == int(batch.chosen[1])
+    assert second.scores[0, batch.chosen[0]] == -torch.inf
+    with pytest.raises(ValueError, match="no point of the pool is left"):
+        select_from_pool(model, pool, pending=torch.ones(30, dtype=torch.bool), **options)

@@ -487,11 +487,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
         lambda value: value.expand(3),
     ),
     "inducing points of another dimension": (
-        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        ("buffers", f"{STRATEGY}.inducing_points"),
         lambda value: value[:, :1],
     ),
     "inducing points without a row": (
-        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        ("buffers", f"{STRATEGY}.inducing_points"),
         lambda value: value[0],
     ),
     "a posterior's shape": (("buffers", f"{STRATEGY}.dual_B"), lambda value: value[:-1]),
@@ -526,7 +526,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
         lambda value: {**value, "batch_shape": {"__": "size", "items": [20_000, 30_000]}},
     ),
     "many inducing points": (
-        ("parameters", f"{STRATEGY}.inducing_points", "value"),
+        ("buffers", f"{STRATEGY}.inducing_points"),
         lambda value: torch.rand(20_000, 2),
     ),
     "no data, many times": (

@@ -1,4 +1,4 @@
-"""Every Python block of the README and of the guide runs as it stands, without warnings."""
+"""Every Python block of the README and of the pages of the site runs as it stands."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import pytest
 import torch
 from botorch.exceptions.warnings import BotorchWarning
 
+from benchmarks import headlines
 from tests.models.acquisition_table import render
 
 ROOT = Path(__file__).parent.parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+PAGES = sorted(path for folder in ("", "tours") for path in (ROOT / "docs" / folder).glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(*files: Path) -> Iterator[tuple[Path, int, str]]:
     """Files, line numbers and sources."""
-    for file in files or (README, GUIDE):
+    for file in files or (README, *PAGES):
         text = file.read_text()
         for match in BLOCK.finditer(text):
             yield file, text.count("\n", 0, match.start(1)), match.group(1)
@@ -47,15 +49,16 @@ def seed() -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(list(blocks(README))) >= 4
+    assert len(list(blocks(README))) == 3  # a stream, a BoTorch loop, Ax
     assert len(list(blocks(GUIDE))) >= 5
+    assert len(list(blocks(ROOT / "docs" / "cookbook.md"))) >= 10
 
 
 def parameters(file: Path, line: int, source: str) -> Any:
     """Of a test of a block: a quick run leaves out those that optimise something."""
-    slow = re.search(r"\b(BatchOptimizer|optimize_acqf|Client)\(", source)
+    slow = re.search(r"\b(BatchOptimizer|optimize_acqf|Client|PeriodicKernel)\(", source)
     marks = [pytest.mark.slow] if slow else []
-    return pytest.param(file, line, source, id=f"{file.name}-line{line}", marks=marks)
+    return pytest.param(file, line, source, id=f"{file.stem}-line{line}", marks=marks)
 
 
 @pytest.mark.parametrize(("file", "line", "source"), [parameters(*block) for block in blocks()])
@@ -83,10 +86,31 @@ def test_fantasy_example_has_the_shape_it_says() -> None:
 
 
 def test_table_of_acquisition_functions_is_the_tested_one() -> None:
-    assert f"tests/models/acquisition_table.py -->\n{render()}\n<!-- end -->" in README.read_text()
+    assert f"tests/models/acquisition_table.py -->\n{render()}\n<!-- end -->" in GUIDE.read_text()
+
+
+def test_headlines_are_those_of_the_committed_results() -> None:
+    assert headlines.render() in README.read_text()
+
+
+def test_readme_is_a_page() -> None:
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_links_lead_somewhere() -> None:
-    for file in (README, GUIDE, ROOT / "tutorials" / "README.md", ROOT / "docs" / "benchmarks.md"):
-        for link in re.findall(r"\]\(([^)#]+)\)", file.read_text()):
-            assert link.startswith("http") or (file.parent / link).exists(), (file.name, link)
+    """Files that are no pages of the site: `test_docs.py` checks the links of those."""
+    pages = [ROOT / "benchmarks" / "results" / "README.md", ROOT / "tutorials" / "README.md"]
+    for file in (*ROOT.glob("*.md"), *pages):
+        for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", file.read_text()):
+            if link.startswith("http"):
+                continue
+            target = file.parent / link
+            assert target.exists(), (file.name, link)
+            if anchor:
+                assert anchor in anchors(target.read_text()), (file.name, link, anchor)
+
+
+def anchors(text: str) -> set[str]:
+    """Those that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

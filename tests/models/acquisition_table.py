@@ -1,6 +1,6 @@
 """Which of BoTorch's acquisition functions do what with which likelihood.
 
-`tests/models/test_acquisition.py` checks every entry; the README shows the table.
+`tests/models/test_acquisition.py` checks every entry; the guide shows the table.
 """
 
 from __future__ import annotations

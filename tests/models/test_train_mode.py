@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,12 @@ from botorch.models import SingleTaskGP
 from botorch.models.transforms import Normalize
 from botorch.optim.closures import get_loss_closure
 from botorch.optim.fit import fit_gpytorch_mll_scipy, fit_gpytorch_mll_torch
-from gpytorch.mlls import ExactMarginalLogLikelihood, VariationalELBO
+from botorch.utils.evaluation import compute_in_sample_model_fit_metric
+from gpytorch.mlls import (
+    ExactMarginalLogLikelihood,
+    LeaveOneOutPseudoLikelihood,
+    VariationalELBO,
+)
 
 from seqgp import DualELBO, SequentialGP
 from tests.helpers import assert_close, make_inputs
@@ -20,10 +24,11 @@ from tests.models.helpers import assert_same, data, pair
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def both(**kwargs: Any) -> tuple[SequentialGP, SingleTaskGP]:
+def both(few: bool = False, **kwargs: Any) -> tuple[SequentialGP, SingleTaskGP]:
     X = make_inputs(20, 2)
     Y = 100 + 50 * ((6 * X[:, :1]).sin() + X[:, 1:])
-    return SequentialGP(X, Y, **kwargs), SingleTaskGP(X, Y, **kwargs)
+    ours = SequentialGP(X, Y, **kwargs, inducing_points=4 if few else None)
+    return ours, SingleTaskGP(X, Y, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +66,8 @@ def test_scipy(objective: Any) -> None:
 
 
 def test_scipy_with_several_outputs() -> None:
-    """Output by output, as BoTorch does; which inducing points that are moved do not allow."""
-    exact = pair(n=15, outputs=2)[1]
-    X, Y = exact.train_inputs[0][0], exact.train_targets.mT
-    ours = SequentialGP(
-        X,
-        Y,
-        covar_module=copy.deepcopy(exact.covar_module),
-        mean_module=copy.deepcopy(exact.mean_module),
-        likelihood=copy.deepcopy(exact.likelihood),
-        outcome_transform=None,
-        learn_inducing_points=False,
-    )
+    """Output by output, as BoTorch does."""
+    ours, exact = pair(n=15, outputs=2)
     for model in (ours, exact):
         fit_gpytorch_mll_scipy(ExactMarginalLogLikelihood(model.likelihood, model).train())
     X = make_inputs(5, 2)
@@ -91,13 +86,71 @@ def test_torch() -> None:
     assert_close(results[0][1], results[1][1], 1e-4)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"outputs": 2}, {"fixed_noise": True}], ids=str)
-def test_the_loop_of_an_exact_model_is_refused(kwargs: dict[str, Any]) -> None:
-    model = pair(**kwargs)[0].train()
-    mll = ExactMarginalLogLikelihood(model.likelihood, model)
-    output = model(*model.train_inputs)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"outputs": 2}, {"fixed_noise": True}, {"batch_shape": torch.Size([2])}], ids=str
+)
+def test_the_loop_of_an_exact_model(kwargs: dict[str, Any]) -> None:
+    """The same hyperparameters after Adam's steps, to rounding, and the same predictions."""
+    results, X = [], make_inputs(5, 2)
+    for model in pair(n=12, **kwargs):
+        mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+        adam = torch.optim.Adam(model.parameters(), lr=0.05)
+        for _ in range(5):
+            adam.zero_grad()
+            loss = -mll(model(*model.train_inputs), model.train_targets).sum()
+            loss.backward()
+            adam.step()
+        posterior = model.eval().posterior(X)
+        results.append((loss, dict(model.named_parameters()), posterior))
+    (ours, mine, posterior), (theirs, exact, expected) = results
+    assert_close(ours, theirs, 1e-10)
+    assert mine.keys() == exact.keys()
+    for name, parameter in mine.items():
+        assert_close(parameter, exact[name], 1e-8)
+    assert_same(posterior, expected)
+
+
+def test_the_loop_with_an_input_transform_and_few_inducing_points() -> None:
+    """It is the exact model's: inducing points make no difference to the prior."""
+    losses = []
+    for model in both(input_transform=Normalize(2), few=True):
+        mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+        losses.append(mll(model(*model.train_inputs), model.train_targets))
+    assert_close(losses[0], losses[1], 1e-10)
+
+
+@pytest.mark.parametrize("criterion", ["MLL", "AIC", "BIC"])
+def test_in_sample_metrics(criterion: str) -> None:
+    ours, exact = pair(n=12)
+    values = [compute_in_sample_model_fit_metric(model, criterion) for model in (ours, exact)]
+    assert values[0] == pytest.approx(values[1], rel=1e-10)
+
+
+def test_what_an_exact_objective_cannot_know() -> None:
+    """Observations that are no longer there, conditioned models, leave-one-out objectives."""
+    model = pair(n=12)[0]
+    loo = LeaveOneOutPseudoLikelihood(model.likelihood, model).train()
     with pytest.raises(RuntimeError, match="DualELBO"):
-        mll(output, model.train_targets)
+        loo(model(*model.train_inputs), model.train_targets)
+    with pytest.raises(RuntimeError, match="DualELBO"):
+        model(*model.train_inputs).log_prob(model.train_targets)  # without noise
+    model.update(make_inputs(4, 2), torch.zeros(4, 1), memory=5, learn=False)
+    mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+    with pytest.warns(UserWarning, match="memory"):
+        targets = model.train_targets
+    with pytest.raises(RuntimeError, match="DualELBO"):
+        mll(model(*model.train_inputs), targets)
+
+
+def test_predictive_objectives_get_posterior_variances() -> None:
+    r""":math:`\log \int p(y_i | f_i) q(f_i) df_i`, not the prior's density."""
+    model = pair(n=12)[0]
+    f = model.eval()(*model.train_inputs)
+    variance = f.variance + model.likelihood.noise
+    expected = torch.distributions.Normal(f.mean, variance.sqrt()).log_prob(model.train_targets)
+    targets = model.train_targets
+    actual = model.likelihood.log_marginal(targets, model.train()(*model.train_inputs))
+    assert_close(actual, expected, 1e-6)
 
 
 def test_bounds_get_what_they_expect() -> None:

@@ -15,7 +15,7 @@ from botorch.models import ModelListGP, SingleTaskGP
 from botorch.models.transforms import Normalize, Standardize, Warp
 from botorch.models.transforms.input import ChainedInputTransform, InputTransform
 from botorch.optim.utils import get_X_baseline
-from botorch.sampling import SobolQMCNormalSampler
+from botorch.sampling import IIDNormalSampler, SobolQMCNormalSampler
 from torch import Tensor
 
 from seqgp import SequentialGP
@@ -225,3 +225,31 @@ def test_a_stream_says_that_only_the_memory_is_there() -> None:
         efficient_loo_cv(ours)
     with pytest.warns(UserWarning, match=r"model\.memory"):
         assert len(ours.train_targets) == 7
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["mean noise", "given noise"])
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("batch_shape", [torch.Size(), torch.Size([2])], ids=str)
+def test_fantasies_show_the_noise_that_they_have(
+    batch_shape: torch.Size, outputs: int, given: bool
+) -> None:
+    """And so in what they predict of new observations; also twice in a row."""
+    X, test = make_inputs(*batch_shape, 3, 2), make_inputs(*batch_shape, 4, 2)
+    noise = torch.full((*batch_shape, 3, outputs), 0.7) if given else None
+    fantasies = []
+    for model in pair(outputs=outputs, fixed_noise=True, batch_shape=batch_shape):
+        own = model.likelihood.noise.clone()
+        model.posterior(test)  # an exact GP needs its caches
+        sampler = IIDNormalSampler(torch.Size([2]), seed=0)
+        fantasies.append(model.fantasize(X, sampler, observation_noise=noise))
+        assert torch.equal(model.likelihood.noise, own)
+    ours, exact = fantasies
+    known = exact.likelihood.noise
+    assert_close(ours.likelihood.noise.expand_as(known), known, 1e-12)
+    variances = [model.posterior(test, observation_noise=True).variance for model in fantasies]
+    assert_close(variances[0], variances[1], 1e-6)
+    sampler = IIDNormalSampler(torch.Size([2]), seed=0)
+    ours = ours.fantasize(X, sampler, observation_noise=None if noise is None else noise + 1)
+    added = known.mean(-1, keepdim=True).expand_as(known)[..., :3] if noise is None else 1.7
+    assert (ours.likelihood.noise[..., :-3] - known).abs().max() < 1e-12
+    assert (ours.likelihood.noise[..., -3:] - added).abs().max() < 1e-12

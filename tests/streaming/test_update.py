@@ -221,7 +221,6 @@ def test_bound_of_a_summary_at_other_inducing_points_is_a_bound() -> None:
 
 def test_gradients_of_the_bound_with_a_summary() -> None:
     model = stream("gaussian", MemoryOptions(capacity=6), [30])
-    model.variational_strategy.inducing_points.requires_grad_(False)
     bound, _ = model.bound()
     bound.backward()
     for parameter in model.parameters():
@@ -271,7 +270,7 @@ def test_gradients_with_observations_that_stand_for_others() -> None:
     model.variational_strategy.inducing_points.requires_grad_(True)
     stands_for = represented(model)
     model.bound(stands_for=stands_for)[0].backward()
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), model.variational_strategy.inducing_points):
         flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
         for i in range(0, len(flat), 5):
             values = []

@@ -1,0 +1,132 @@
+r"""Comparisons of items, as observations of differences.
+
+"Item ``a`` is preferred to item ``b``" is an observation of the functional
+
+.. math:: h = s \, (f(a) - f(b)),
+
+that it is positive, in noise. With the logit link :math:`s = 1` and :math:`p(a \succ b) =
+\sigma(h)`. With the probit link, utilities are seen with independent noise of variance one each, so
+that :math:`s = 1 / \sqrt 2` and :math:`p(a \succ b) = \Phi(h)`. Both are BoTorch's conventions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from botorch.models.likelihoods.pairwise import PairwiseLogitLikelihood, PairwiseProbitLikelihood
+from gpytorch.constraints import GreaterThan, Interval
+from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
+from gpytorch.priors import GammaPrior
+from gpytorch.priors.smoothed_box_prior import SmoothedBoxPrior
+from torch import Tensor
+
+from seqgp.dual.linalg import broadcast_shapes
+from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.validation import check_finite, check_tensor
+
+
+def check_comparisons(comparisons: Any, num_items: int, name: str = "comparisons") -> Tensor:
+    """Comparisons as whole numbers; raises unless they are ``... x k x 2`` indices of items.
+
+    Args:
+        comparisons: Pairs of indices, the preferred item first.
+        num_items: The number of items.
+        name: What to call the comparisons in errors.
+    """
+    check_tensor(comparisons, name)
+    if comparisons.dim() < 2 or comparisons.shape[-1] != 2:
+        raise ValueError(
+            f"{name}: expected shape ... x k x 2, the indices of two items in each row, the "
+            f"preferred one first, got {tuple(comparisons.shape)}."
+        )
+    check_finite(comparisons, name)
+    indices = comparisons.long()
+    if comparisons.dtype == torch.bool or not torch.equal(indices.to(comparisons), comparisons):
+        raise ValueError(f"{name}: expected indices of items, which are whole numbers.")
+    outside = (indices < 0) | (indices >= num_items)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{name}: expected indices of {num_items} items, from 0 to {num_items - 1}, got "
+            f"{int(indices[outside][0])}."
+        )
+    same = indices[..., 0] == indices[..., 1]
+    if bool(same.any()):
+        raise ValueError(
+            f"{name}: an item cannot be compared with itself, got item "
+            f"{int(indices[..., 0][same][0])} twice in a row."
+        )
+    return indices
+
+
+def compared_items(items: Tensor, comparisons: Tensor) -> Tensor:
+    """``... x k x 2 x d``, the items of each comparison.
+
+    Args:
+        items: ``... x n x d`` items.
+        comparisons: ``... x k x 2`` indices; batch shapes broadcast.
+    """
+    n, d = items.shape[-2:]
+    batch = broadcast_shapes(items.shape[:-2], comparisons.shape[:-2])
+    index = comparisons.expand(*batch, *comparisons.shape[-2:]).flatten(-2).unsqueeze(-1)
+    rows = items.expand(*batch, n, d).gather(-2, index.expand(*index.shape[:-1], d))
+    return rows.unflatten(-2, comparisons.shape[-2:])
+
+
+def difference_coefficients(likelihood: Likelihood, pairs: Tensor) -> Tensor:
+    """``... x k x 2``, the coefficients of differences for pairs of items ``... x k x 2 x d``.
+
+    Args:
+        likelihood: The likelihood of the differences, whose link determines their scale.
+        pairs: The items.
+    """
+    logit = getattr(likelihood, "link", "probit") == "logit"
+    scale = 1.0 if logit else math.sqrt(0.5)
+    return torch.tensor([scale, -scale], dtype=pairs.dtype, device=pairs.device).expand(
+        pairs.shape[:-1]
+    )
+
+
+def comparison_likelihood(likelihood: Likelihood | None) -> Likelihood:
+    """The likelihood of differences: that of the user, or the counterpart of one of BoTorch's.
+
+    Args:
+        likelihood: The user's; ``None`` for the probit.
+    """
+    if likelihood is None or isinstance(likelihood, PairwiseProbitLikelihood):
+        return BernoulliLikelihood()
+    if isinstance(likelihood, PairwiseLogitLikelihood):
+        return BinomialLikelihood(total_count=1, link="logit")
+    if isinstance(likelihood, BernoulliLikelihood | BinomialLikelihood):
+        return likelihood
+    raise TypeError(
+        "likelihood: expected BoTorch's PairwiseProbitLikelihood or PairwiseLogitLikelihood, got "
+        f"{type(likelihood).__name__}."
+    )
+
+
+def default_kernel(dim: int, batch_shape: torch.Size) -> Kernel:
+    """The kernel of `botorch.models.PairwiseGP`, with its priors, constraints and initial values.
+
+    Differences say nothing about the level of the utility, and their noise has a scale of one, so
+    the outputscale is kept where probabilities do not saturate.
+
+    Args:
+        dim: The number of inputs.
+        batch_shape: The batch shape of the lengthscales.
+    """
+    low, high = 1e-2, 1e2
+    prior = GammaPrior(concentration=2.4, rate=2.7)
+    mode = (prior.concentration - 1) / prior.rate
+    return ScaleKernel(
+        RBFKernel(
+            batch_shape=batch_shape,
+            ard_num_dims=dim,
+            lengthscale_prior=prior,
+            lengthscale_constraint=GreaterThan(1e-4, transform=None, initial_value=mode),
+        ),
+        outputscale_prior=SmoothedBoxPrior(a=low, b=high),
+        outputscale_constraint=Interval(low * 0.5, high * 2.0, initial_value=1.0),
+    )

@@ -1,0 +1,443 @@
+"""`PreferenceGP`: a utility that is learnt from comparisons, as a BoTorch model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from botorch.acquisition.objective import PosteriorTransform
+from botorch.models.pairwise_gp import PairwiseGP
+from botorch.models.transforms.input import InputTransform
+from botorch.models.utils.assorted import fantasize as fantasize_flag
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
+from botorch.posteriors import GPyTorchPosterior, Posterior
+from botorch.sampling.base import MCSampler
+from botorch.utils.datasets import SupervisedDataset
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import Likelihood
+from gpytorch.means import ConstantMean, Mean
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from seqgp.likelihoods import log_predictive
+from seqgp.models.comparisons import (
+    check_comparisons,
+    compared_items,
+    comparison_likelihood,
+    default_kernel,
+    difference_coefficients,
+)
+from seqgp.models.construction import (
+    STREAM_INDUCING,
+    choose_inducing_points,
+    distinct,
+    frozen,
+)
+from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.sequential_gp import SequentialGP
+from seqgp.observations import Observations
+from seqgp.validation import check_inputs, check_instance, check_points
+
+
+class PreferenceGP(SequentialGP):
+    r"""A Gaussian process over utilities, learnt from a stream of comparisons.
+
+    It takes the place of `botorch.models.PairwiseGP`, whose arguments come first, with the same
+    kernel, priors and likelihoods, so that it takes its states. Where that is a Laplace
+    approximation at the items compared, this is a variational one: sites on the differences
+    :math:`f(a) - f(b)`, on top of inducing points. So it can be updated at constant cost, forget,
+    be saved, merged, and fantasised. Differences:
+
+    * `fit_gpytorch_mll` takes a `seqgp.DualELBO`, or a `PairwiseLaplaceMarginalLogLikelihood` in
+      its place.
+    * ``datapoints`` and ``comparisons`` show the comparisons that the model holds, and the items
+      that occur in them.
+    * `condition_on_observations`, `update`, `forget`, `leverage` and `log_predictive_density` take
+      items ``X`` and comparisons ``Y`` of *these* items. Items that were compared before are
+      recognised by what they are, not by an index.
+
+    Args:
+        datapoints: ``batch_shape x n x d`` items.
+        comparisons: ``batch_shape x k x 2`` indices of items, the preferred one first. With
+            ``None``, nothing has been compared yet, and the posterior is the prior.
+        likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or `PairwiseLogitLikelihood`.
+        covar_module: The kernel of the utility; by default that of `PairwiseGP`.
+        input_transform: Applied to all items. Statistics that it learns are frozen at construction.
+        mean_module: The mean; by default zero, since comparisons do not depend on it.
+        inducing_points: As for `SequentialGP`; by default the items, up to a thousand of them.
+        inducing_point_allocator: As for `SequentialGP`.
+        learn_inducing_points: As for `SequentialGP`.
+        options: ``jitter``, ``xtol``, ``maxfev``, ``consolidate_rtol`` and ``consolidate_atol`` of
+            `PairwiseGP` are accepted and ignored: they belong to its approximation.
+
+    Example:
+        >>> import torch
+        >>> from botorch.fit import fit_gpytorch_mll
+        >>> from seqgp import DualELBO, PreferenceGP
+        >>> items = torch.linspace(0, 1, 6, dtype=torch.double).unsqueeze(-1)
+        >>> model = PreferenceGP(items, torch.tensor([[3, 0], [3, 5], [2, 1], [4, 5]]))
+        >>> _ = fit_gpytorch_mll(DualELBO(model.likelihood, model))
+        >>> record = model.update(items, torch.tensor([[3, 1], [2, 0]]))  # two more answers
+        >>> record.num_memory, int(model.posterior(items).mean.argmax())
+        (6, 3)
+    """
+
+    def __init__(
+        self,
+        datapoints: Tensor,
+        comparisons: Tensor | None = None,
+        likelihood: Likelihood | None = None,
+        covar_module: Kernel | None = None,
+        input_transform: InputTransform | None = None,
+        *,
+        mean_module: Mean | None = None,
+        inducing_points: Tensor | int | None = None,
+        inducing_point_allocator: InducingPointAllocator | None = None,
+        learn_inducing_points: bool | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = options.keys() - {"jitter", "xtol", "maxfev"}
+        unknown -= {"consolidate_rtol", "consolidate_atol"}
+        if unknown:
+            raise TypeError(f"{min(unknown)}: not an argument of PreferenceGP.")
+        if datapoints is None:
+            raise ValueError(
+                "datapoints: expected items, got None; to begin without comparisons, pass items "
+                "that could be compared and comparisons=None."
+            )
+        check_inputs(datapoints, name="datapoints")
+        if datapoints.shape[-2] == 0:
+            raise ValueError("datapoints: expected at least one item, got none.")
+        check_instance(input_transform, InputTransform, "input_transform")
+        check_instance(covar_module, Kernel, "covar_module")
+        datapoints, n = datapoints.detach(), datapoints.shape[-2]
+        if comparisons is None:
+            comparisons = torch.empty(
+                *datapoints.shape[:-2], 0, 2, dtype=torch.long, device=datapoints.device
+            )
+        pairs = compared_items(datapoints, check_comparisons(comparisons, n).to(datapoints.device))
+        likelihood = comparison_likelihood(likelihood)
+        items = datapoints
+        if input_transform is not None:
+            with torch.no_grad():  # statistics are those of the items, each counted once
+                items = input_transform.to(datapoints).train()(datapoints)
+            input_transform = frozen(input_transform)
+        if covar_module is None:
+            covar_module = default_kernel(items.shape[-1], items.shape[:-2])
+        covar_module = covar_module.to(datapoints)
+        if mean_module is None:
+            mean_module = ConstantMean(batch_shape=items.shape[:-2])
+            mean_module.requires_grad_(False)
+        distinct_items = distinct(items)[0] if items.dim() == 2 else items
+        Z = choose_inducing_points(
+            distinct_items, inducing_points, covar_module, inducing_point_allocator
+        )
+        super().__init__(
+            pairs,
+            pairs.new_ones(*pairs.shape[:-2], 1),
+            likelihood=likelihood,
+            covar_module=covar_module,
+            mean_module=mean_module,
+            outcome_transform=None,
+            input_transform=input_transform,
+            inducing_points=Z,
+            inducing_point_allocator=inducing_point_allocator,
+            learn_inducing_points=learn_inducing_points,
+            coefficients=difference_coefficients(likelihood, pairs),
+        )
+        if not isinstance(inducing_points, Tensor):  # they are the model's to choose
+            self.keeps_inducing_points = False
+            self.max_inducing = STREAM_INDUCING if inducing_points is None else inducing_points
+
+    # ---------------------------------------------------------------- data
+
+    @property
+    def datapoints(self) -> Tensor:
+        """The items of the comparisons that the model holds; ``n x d``, each of them once."""
+        return self._items_and_comparisons()[0]
+
+    @property
+    def comparisons(self) -> Tensor:
+        """``k x 2``, the comparisons that the model holds, as indices of `datapoints`."""
+        return self._items_and_comparisons()[1]
+
+    def _items_and_comparisons(self) -> tuple[Tensor, Tensor]:
+        held = self.stream.observations
+        points = held.points.detach()
+        if points.dim() > 2:  # in a batch each may have another number of items
+            indices = torch.arange(points.shape[-2], device=points.device)
+            return points.clone(), indices.reshape(-1, 2).expand(*held.inputs.shape[:-1])
+        items, indices = distinct(points)
+        pairs = indices.reshape(-1, 2)
+        wins = held.targets.unsqueeze(-1) > 0.5  # fantasised answers may prefer the second item
+        return items, torch.where(wins, pairs, pairs.flip(-1))
+
+    @property
+    def train_inputs(self) -> tuple[Tensor]:
+        """The `datapoints`; after the input transform in eval mode, as in BoTorch."""
+        items = self.datapoints
+        return (items if self.training else self.transform_train_inputs(items),)
+
+    @train_inputs.setter
+    def train_inputs(self, inputs: tuple[Tensor]) -> None:
+        raise AttributeError("train_inputs: items come with comparisons; use set_train_data.")
+
+    @property
+    def train_targets(self) -> Tensor:
+        """The `comparisons`."""
+        return self.comparisons
+
+    @train_targets.setter
+    def train_targets(self, targets: Tensor) -> None:
+        raise AttributeError("train_targets: comparisons come with items; use set_train_data.")
+
+    def checked(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
+    ) -> Observations:
+        """New comparisons as the model stores them; raises if anything is wrong with them.
+
+        Args:
+            X: ``batch_shape x n x d`` items.
+            Y: ``batch_shape x k x 2`` indices of these, the preferred item first.
+            noise: Not for comparisons.
+            arguments: Likewise.
+        """
+        if noise is not None:
+            raise ValueError("noise: comparisons have no noise variances.")
+        pairs = self._compared(X, Y)
+        coefficients = difference_coefficients(self.likelihood, pairs)
+        return super().checked(
+            pairs,
+            pairs.new_ones(*pairs.shape[:-2], 1),
+            None,
+            {**arguments, "coefficients": coefficients},
+        )
+
+    def _compared(self, X: Tensor, Y: Tensor) -> Tensor:
+        """``... x k x 2 x d``, the items of comparisons, checked."""
+        check_points(X, self.num_inputs, "X")
+        X = self.in_precision(X)
+        return compared_items(X, check_comparisons(Y, X.shape[-2], "Y").to(X.device))
+
+    def set_train_data(
+        self,
+        datapoints: Tensor | None = None,
+        comparisons: Tensor | None = None,
+        strict: bool = False,
+        update_model: bool = True,
+    ) -> None:
+        """Replace all comparisons.
+
+        Args:
+            datapoints: ``batch_shape x n x d`` items.
+            comparisons: ``batch_shape x k x 2`` indices of them. If either is ``None``, nothing
+                happens, as in `PairwiseGP`.
+            strict: Whether there must be as many comparisons as before.
+            update_model: Whether to compute the posterior.
+        """
+        if datapoints is None or comparisons is None:
+            return
+        data = self.checked(datapoints, comparisons, None, {})
+        if strict and len(data) != self.num_data:
+            raise ValueError(f"comparisons: expected {self.num_data}, got {len(data)}.")
+        self.stream = type(self.stream).begin(data)
+        Z = self.choose_inducing_points(max(self.max_inducing, 1))
+        if not self.keeps_inducing_points:
+            self.variational_strategy.start_from(Z)
+        if update_model:
+            self.refresh()
+
+    # ---------------------------------------------------------------- predictions
+
+    def posterior(  # type: ignore[override]
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: PosteriorTransform | None = None,
+        **arguments: Any,
+    ) -> Posterior:
+        """The posterior of utilities at ``... x q x d`` items; Gaussian.
+
+        Args:
+            X: The items.
+            output_indices: There is one output.
+            observation_noise: Ignored, as in `PairwiseGP`: a utility is not observed. `answers` has
+                the probabilities of comparisons.
+            posterior_transform: Applied to the posterior.
+            arguments: There are none.
+        """
+        return super().posterior(X, output_indices, False, posterior_transform, **arguments)
+
+    def answers(self, X: Tensor) -> ObservationPosterior:
+        """The answers to questions "do you prefer the first item to the second?".
+
+        Args:
+            X: ``... x 2k x d`` items: each row of an even number is compared with the next one.
+
+        Returns:
+            A posterior over ``... x k x 1`` answers, jointly, 1 if the first item is preferred, and
+            0 otherwise. Its mean is the probability of a 1.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import PreferenceGP
+            >>> items = torch.linspace(0, 1, 3, dtype=torch.double).unsqueeze(-1)
+            >>> model = PreferenceGP(items, torch.tensor([[1, 0], [1, 2]]))
+            >>> bool(model.answers(items[:2]).mean < 0.5)
+            True
+        """
+        return ObservationPosterior(
+            GPyTorchPosterior(self._differences(X)), self.likelihood, {}, False
+        )
+
+    def _differences(self, X: Tensor) -> MultivariateNormal:
+        """The posterior of the differences that are compared, ``... x k``, as `answers` has them.
+
+        With the coefficients as a matrix ``C``, mean and covariance are ``C m`` and ``C S C^T``.
+        """
+        check_points(X, self.num_inputs, "X")
+        if X.shape[-2] % 2:
+            raise ValueError(
+                f"X: expected pairs of items, an even number of rows, got {X.shape[-2]}."
+            )
+        posterior: Any = self.posterior(X)
+        f = posterior.distribution
+        k = X.shape[-2] // 2
+        c = difference_coefficients(self.likelihood, f.mean.new_empty(k, 2, 1))
+        mean = (f.mean.unflatten(-1, (k, 2)) * c).sum(-1)
+        S = f.covariance_matrix.unflatten(-1, (k, 2)).unflatten(-3, (k, 2))  # k x 2 x k x 2
+        covariance = torch.einsum("...iajb,ia,jb->...ij", S, c, c)
+        return MultivariateNormal(mean, covariance)
+
+    @torch.no_grad()
+    def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        """``... x k``, the log probability of comparisons.
+
+        Args:
+            X: ``... x n x d`` items.
+            targets: ``... x k x 2`` indices of these, the preferred item first.
+            arguments: There are none.
+        """
+        pairs = self._compared(X, targets)
+        # Each by itself: pairs are a batch, so that covariances between them are not formed.
+        h = self._differences(pairs)
+        mean, variance = h.mean.squeeze(-1), h.variance.squeeze(-1)
+        return log_predictive(self.likelihood, torch.ones_like(mean), mean, variance, **arguments)
+
+    # ---------------------------------------------------------------- conditioning
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> PreferenceGP:
+        """A model of the same type that knows more comparisons; this one is unchanged.
+
+        Args:
+            X: ``batch_shape x n x d`` items.
+            Y: ``batch_shape' x k x 2`` indices of these, the preferred item first; batch shapes
+                broadcast.
+            noise: Not for comparisons.
+            kwargs: ``fixed_inducing``, ``tol`` and ``max_steps`` as for `SequentialGP`.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import PreferenceGP
+            >>> items = torch.linspace(0, 1, 4, dtype=torch.double).unsqueeze(-1)
+            >>> model = PreferenceGP(items, torch.tensor([[1, 0]]))
+            >>> known = model.condition_on_observations(items, torch.tensor([[2, 3]]))
+            >>> int(known.posterior(items).mean.argmin())
+            3
+        """
+        if noise is not None:
+            raise ValueError("noise: comparisons have no noise variances.")
+        pairs = self._compared(X, Y)
+        return self._conditioned(pairs, pairs.new_ones(pairs.shape[:-2]), **kwargs)
+
+    def _conditioned(self, pairs: Tensor, answers: Tensor, **kwargs: Any) -> PreferenceGP:
+        """Conditioned on answers ``... x k`` about pairs of items ``... x k x 2 x d``."""
+        points = pairs.flatten(-3, -2)
+        inputs = self._observed_at(points).unflatten(-2, pairs.shape[-3:-1])
+        model: PreferenceGP = self.variational_strategy.get_fantasy_model(
+            inputs,
+            answers,
+            coefficients=difference_coefficients(self.likelihood, inputs),
+            **kwargs,
+        )
+        model.conditioned_inputs = (*self.conditioned_inputs, points.detach())
+        return model
+
+    def fantasize(
+        self,
+        X: Tensor,
+        sampler: MCSampler,
+        observation_noise: Tensor | None = None,
+        propagate_grads: bool = False,
+        **kwargs: Any,
+    ) -> PreferenceGP:
+        """The model conditioned on answers that are drawn from its own posterior.
+
+        Args:
+            X: ``batch_shape x 2k x d`` items, compared as in `answers`.
+            sampler: Draws answers to the ``k`` comparisons, jointly.
+            observation_noise: Ignored; answers are as noisy as the likelihood has them.
+            propagate_grads: Whether answers have gradients; they are 0 or 1, and have none.
+            kwargs: As for `condition_on_observations`.
+
+        Returns:
+            A model with batch shape ``sample_shape x batch_shape``.
+
+        Example:
+            >>> import torch
+            >>> from botorch.sampling import SobolQMCNormalSampler
+            >>> from seqgp import PreferenceGP
+            >>> items = torch.linspace(0, 1, 4, dtype=torch.double).unsqueeze(-1)
+            >>> model = PreferenceGP(items, torch.tensor([[1, 0]]))
+            >>> duels = torch.rand(3, 2, 1, dtype=torch.double)
+            >>> fantasies = model.fantasize(duels, SobolQMCNormalSampler(torch.Size([16])))
+            >>> fantasies.posterior(items).mean.shape
+            torch.Size([16, 3, 4, 1])
+        """
+        check_instance(sampler, MCSampler, "sampler", optional=False)
+        with fantasize_flag(), torch.no_grad():
+            drawn = sampler(self.answers(X)).squeeze(-1)
+        X = self.in_precision(X)
+        return self._conditioned(X.unflatten(-2, (-1, 2)), drawn, **kwargs)
+
+    # ---------------------------------------------------------------- housekeeping
+
+    @classmethod
+    def construct_inputs(cls, training_data: SupervisedDataset, **kwargs: Any) -> dict[str, Any]:
+        """Constructor arguments from a `RankingDataset`, as for `PairwiseGP`.
+
+        Args:
+            training_data: The data set.
+            kwargs: Further arguments of the constructor.
+        """
+        return {**PairwiseGP.construct_inputs(training_data), **kwargs}
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = False,
+        keep_transforms: bool = True,
+        assign: bool = False,
+    ) -> _IncompatibleKeys:
+        """Load hyperparameters; the posterior is that of the comparisons at hand.
+
+        Args:
+            state_dict: That of a `PreferenceGP`, or of a `PairwiseGP` with the same modules.
+            strict: Whether its keys have to be those of this model, data and strategy excepted.
+            keep_transforms: As for `SequentialGP`.
+            assign: Whether to take on the precision and the device of the state.
+
+        Returns:
+            The keys that were missing, and those that were not expected, as in PyTorch.
+        """
+        # Tensors of modules have a dot in their names; those of a `PairwiseGP` itself are data.
+        state = {k: v for k, v in state_dict.items() if "." in k}
+        own = {k for k in self.state_dict() if not k.startswith("variational_strategy.")}
+        super().load_state_dict(state, strict, keep_transforms, assign)
+        given = {k for k in state if not k.startswith("variational_strategy.")}
+        return _IncompatibleKeys(sorted(own - given), sorted(given - own))

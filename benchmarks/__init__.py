@@ -49,5 +49,6 @@ BENCHMARKS = {
     "cuda": Entry("everything on a GPU: results and times, compared with the CPU", "seeds"),
     "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "levelsets": Entry("level sets of observers, trial by trial, against AEPsych", "seeds"),
+    "preferences": Entry("a utility from comparisons, against PairwiseGP; duel loops", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

@@ -2,13 +2,16 @@
 
 Every unit counts what it tried and what failed, and writes down the first failures; the aim is
 zero. The attacks themselves are those of the tests (`tests/reliability`, `tests/checkpoint`), only
-more of them. Units of a soak continue from a checkpoint of the unit before.
+more of them. Those of models take turns among all kinds of them: `tests.reliability.subjects` has
+one for each likelihood, and several outputs, discrete columns, comparisons and tasks. Units of a
+soak continue from a checkpoint of the unit before, in a process of their own.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing
 import os
 import random
 import resource
@@ -17,7 +20,9 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,23 +47,38 @@ from benchmarks import update
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
 from seqgp.checkpoint import CheckpointError
+from tests import distributed_checks
 from tests.checkpoint import test_storage
 from tests.checkpoint.hostile import forge, start
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
+from tests.reliability.loops import Loops
 from tests.reliability.machine import Machine
+from tests.reliability.subjects import SUBJECTS, Data, Subject
 
 #: Where soaks leave their checkpoints, and find them again.
 SOAK = Path(tempfile.gettempdir()) / "seqgp-attack"
 #: Updates of a soak, and in how many units.
-SOAKS = {"gaussian": (1_000_000, 20), "bernoulli": (100_000, 10), "learning": (10_000, 10)}
+SOAKS = {"gaussian": (1_000_000, 100), "bernoulli": (100_000, 20), "learning": (10_000, 20)}
+#: Subjects by number.
+KINDS = list(SUBJECTS)
+#: The last batch of the streams that are killed.
+LAST = 200
+#: Counts of a machine that are not calls.
+COUNTED_APART = ("sequences", "steps")
+#: What several processes that share data survive, by the names of `tests.distributed_checks`.
+IN_GROUPS = ["failures", "interrupts", "silence", "death"]
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """All attacks, in pieces of a minute or a few."""
     quick = options.quick
     work = [
-        Unit(f"sequences/{k:03d}", partial(sequences, 2 if quick else 50, k))
+        Unit(f"sequences/{k:03d}", partial(sequences, Machine, 2 if quick else 50, k))
         for k in range(1 if quick else 200)
+    ]
+    work += [
+        Unit(f"sequences of loops/{k:02d}", partial(sequences, Loops, 2 if quick else 50, k))
+        for k in range(1 if quick else 20)
     ]
     work += [
         Unit(f"kills/{k}", partial(kills, 2 if quick else 50, k)) for k in range(1 if quick else 10)
@@ -82,9 +102,14 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         ("writers and readers", test_storage.test_many_writers_and_readers, 20),
     ):
         work.append(Unit(name, partial(repeated, test, 1 if quick else number)))
+    if not quick:  # to start processes takes longer than all the rest
+        work.append(Unit("processes that share data", partial(groups, 10)))
     for dtype in ("float64", "float32"):
         for name in NUMERICS:
             work.append(Unit(f"numerics/{name}/{dtype}", partial(numerics, name, dtype, quick)))
+        for name in KINDS:
+            piece = partial(scales, name, dtype, quick)
+            work.append(Unit(f"scales/{name}/{dtype}", piece))
     for name, (number, pieces) in SOAKS.items():
         number, pieces = (40, 2) if quick else (number, pieces)
         for k in range(pieces):
@@ -125,70 +150,91 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_double() -> Iterator[None]:
+    """With float64 as the default, as the tests have it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 # -------------------------------------------------------------------- calls
 
 
-def sequences(number: int, k: int) -> dict[str, Any]:
+@in_double()
+def sequences(kind: type[Machine] | type[Loops], number: int, k: int) -> dict[str, Any]:
     """Random sequences of calls, each a trial; hypothesis stops a piece at its first failure."""
-    machine = type("Attack", (Machine,), {"counts": type(Machine.counts)()})
-    tally, before = Tally(), torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with tally.trial(f"seed {k}"):
-            run_state_machine_as_test(
-                seed(k)(machine),
-                settings=settings(
-                    max_examples=number,
-                    stateful_step_count=15,
-                    deadline=None,
-                    database=None,
-                    phases=[Phase.generate],
-                    report_multiple_bugs=False,
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-    finally:
-        torch.set_default_dtype(before)
+    machine: Any = type("Attack", (kind,), {"counts": Counter()})
+    tally = Tally()
+    with tally.trial(f"seed {k}"):
+        run_state_machine_as_test(
+            seed(k)(machine),
+            settings=settings(
+                max_examples=number,
+                stateful_step_count=15,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     tally.trials = machine.counts["sequences"]
-    return tally.result(steps=machine.counts["steps"], calls=dict(machine.counts))
+    calls = {key: number for key, number in machine.counts.items() if key not in COUNTED_APART}
+    steps = sum(number for key, number in calls.items() if not key.startswith("of "))
+    return tally.result(steps=steps, calls=calls)
 
 
 # -------------------------------------------------------------------- checkpoints
 
 
-def batches(k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """An endless stream of labels, the same for the same ``k``."""
-    generator = torch.Generator().manual_seed(k)
-    while True:
-        X = torch.rand(3, 2, generator=generator, dtype=torch.float64)
-        yield X, (X.sum(-1, keepdim=True) > 1).double()
+def subject_of(k: int) -> Subject:
+    """All kinds in turns."""
+    kind = KINDS[k % len(KINDS)]
+    return SUBJECTS[kind](kind, 2, torch.float64)
 
 
-def small_model(k: int) -> SequentialGP:
+def batches(subject: Subject, k: int) -> Iterator[Data]:
+    """An endless stream of observations, the same for the same ``k``."""
+    for number in itertools.count():
+        yield subject.observe(3, 1000 * k + number)
+
+
+def small_model(subject: Subject, k: int) -> SequentialGP:
     """A model of the first batch."""
     with quiet():
-        return SequentialGP(*next(batches(k)), likelihood=BernoulliLikelihood(), inducing_points=3)
+        return subject.build(3, 3, 1000 * k)
 
 
+def learn_batch(model: SequentialGP, batch: Data, **options: Any) -> None:
+    """Update a model."""
+    X, Y, arguments = batch
+    with quiet():
+        model.update(X, Y, **arguments, **options)
+
+
+@in_double()
 def kills(number: int, k: int) -> dict[str, Any]:
     """A process learns and saves; killed at any time, its file is one of those that it saved."""
-    tally, chance = Tally(), random.Random(k)
-    model, known = small_model(k), {}
-    points = next(batches(k + 1))[0]
-    stream = itertools.islice(batches(k), 1, 400)
+    tally, chance, subject = Tally(), random.Random(k), subject_of(7 * k)
+    model, known = small_model(subject, k), {}
+    points, options = subject.inputs(3, 1), {"learn": False, "memory": 3}
     known[model.num_updates] = model.posterior(points).mean
-    for X, Y in stream:
-        model.update(X, Y, learn=False, memory=3)
+    for batch in itertools.islice(batches(subject, k), 1, LAST):
+        learn_batch(model, batch, **options)
         known[model.num_updates] = model.posterior(points).mean
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
-        seqgp.save(small_model(k), path)
+        seqgp.save(small_model(subject, k), path)
 
         def learn() -> None:
             torch.set_num_threads(1)
             model = seqgp.load(path)
-            for X, Y in itertools.islice(batches(k), 1 + model.num_updates, 400):
-                model.update(X, Y, learn=False, memory=3)
+            for batch in itertools.islice(batches(subject, k), 1 + model.num_updates, LAST):
+                learn_batch(model, batch, **options)
                 seqgp.save(model, path)
 
         for trial in range(number):
@@ -199,23 +245,24 @@ def kills(number: int, k: int) -> dict[str, Any]:
             with tally.trial(f"kill {trial}"):
                 found = seqgp.load(path)
                 assert torch.equal(found.posterior(points).mean, known[found.num_updates])
-                if found.num_updates > 350:
-                    seqgp.save(small_model(k), path)
+                if found.num_updates > LAST - 50:
+                    seqgp.save(small_model(subject, k), path)
     return tally.result()
 
 
+@in_double()
 def corruptions(number: int, k: int) -> dict[str, Any]:
     """A checkpoint of which anything has changed is refused, with the error that says so."""
     tally, chance = Tally(), random.Random(k)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
-        seqgp.save(small_model(k), path)
-        good = path.read_bytes()
-        for _ in range(number):
-            bad, way = (
-                bytearray(good),
-                chance.choice(["bit", "byte", "zeros", "cut", "more", "swap"]),
-            )
+        for trial in range(number):
+            if trial % 20 == 0:
+                kind = number // 20 * k + trial // 20
+                seqgp.save(small_model(subject_of(kind), k), path)
+                good = path.read_bytes()
+            bad = bytearray(good)
+            way = chance.choice(["bit", "byte", "zeros", "cut", "more", "swap"])
             at, length = chance.randrange(len(good)), chance.randrange(1, 64)
             if way == "bit":
                 bad[at] ^= 1 << chance.randrange(8)
@@ -270,14 +317,18 @@ def repeated(test: Callable[[Path], None], number: int) -> dict[str, Any]:
 # -------------------------------------------------------------------- interrupts
 
 
+@in_double()
 def interrupts(number: int, k: int) -> dict[str, Any]:
     """At a random line of an update, and at another soon after: it has happened, or it has not."""
-    tally, chance, stream = Tally(), random.Random(k), batches(k)
-    model = small_model(k)
+    tally, chance = Tally(), random.Random(k)
     for trial in range(number):
+        if trial % 5 == 0:
+            subject = subject_of(number // 5 * k + trial // 5)
+            model, stream = small_model(subject, k), batches(subject, k)
+            next(stream)
         options: dict[str, Any] = {"learn": trial % 2 == 0, "memory": 4}
         options |= {"steps": 1} if options["learn"] else {}
-        learn = partial(_update, batch=next(stream), options=options)
+        learn = partial(learn_batch, batch=next(stream), **options)
         before, done, interrupted = snapshot(model), copy.deepcopy(model), copy.deepcopy(model)
         counter = Interrupts(set())
         counter.run(partial(learn, done))
@@ -293,8 +344,14 @@ def interrupts(number: int, k: int) -> dict[str, Any]:
     return tally.result()
 
 
-def _update(model: SequentialGP, batch: tuple[Tensor, Tensor], options: dict[str, Any]) -> None:
-    model.update(*batch, **options)
+def groups(number: int) -> dict[str, Any]:
+    """Errors, interrupts and deaths of one of two processes that share the data of a model."""
+    tally = Tally()
+    for _ in range(number):
+        for name, error in distributed_checks.run(2, IN_GROUPS).items():
+            with tally.trial(name):
+                assert not error, error[-300:]
+    return tally.result()
 
 
 # -------------------------------------------------------------------- numerics
@@ -393,15 +450,63 @@ def one_case(
         return posterior.mean, posterior.variance
 
 
+@in_double()
+def scales(name: str, dtype: str, quick: bool) -> dict[str, Any]:
+    """Scales of the kernel, for all kinds of models: no NaN, no error, variances at least zero.
+
+    ``worst`` is the largest difference of a mean from float64 with the same jitter, over the
+    kernel's standard deviation, where both are as large as the noise or smaller.
+    """
+    kind, tally, worst = getattr(torch, dtype), Tally(), 0.0
+    variances = [1.0] if quick else [1e-4, 1e-2, 1.0, 1e2, 1e4]
+    for variance, lengthscale in itertools.product(variances, [0.3] if quick else [0.03, 0.3, 3.0]):
+        with tally.trial(f"{variance:g} {lengthscale:g}"), quiet():
+            mean, var = scaled_case(name, variance, lengthscale, kind)
+            assert mean.isfinite().all(), "mean"
+            assert (var >= 0).all(), "variance"
+            if kind == torch.float32 and variance <= 1.0:
+                exact, _ = scaled_case(name, variance, lengthscale, torch.float64)
+                worst = max(worst, float((mean.double() - exact).abs().max()) / variance**0.5)
+    return tally.result(**({"worst": worst} if kind == torch.float32 else {}))
+
+
+def scaled_case(
+    name: str, variance: float, lengthscale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The latent posterior of a model that has learnt, conditioned and learnt the same again."""
+    subject = SUBJECTS[name](name, 2, dtype)
+    kernel = ScaleKernel(MaternKernel(2.5)).to(dtype)
+    kernel.outputscale, kernel.base_kernel.lengthscale = variance, lengthscale
+    model = subject.build(40, 20, 0, covar_module=kernel)
+    model.variational_strategy.jitter_val = 1e-5
+    model.refresh()
+    X, Y, arguments = subject.observe(6, 3)
+    for _ in range(2):
+        model.update(X, Y, learn=False, memory=20, **arguments)
+    model.condition_on_observations(X, Y, **arguments).posterior(subject.inputs(5, 4))
+    with torch.no_grad():
+        f = model.eval()(model.transform_inputs(subject.points(20, 5)))
+        return f.mean, f.variance
+
+
 # -------------------------------------------------------------------- soak
 
 
 def soak(name: str, number: int, k: int, quick: bool) -> dict[str, Any]:
+    """A piece of a soak, in a process of its own, whose memory is that of the soak alone."""
+    if quick:
+        return _soak(name, number, k, quick)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_soak, name, number, k, quick).result()
+
+
+def _soak(name: str, number: int, k: int, quick: bool) -> dict[str, Any]:
     """Updates of one observation each, from where the unit before ended.
 
     The drift is the largest difference from a model that was given the data in large batches; time
     is that of an update, in the first and the last tenth of the unit; memory that of the process.
     """
+    torch.set_num_threads(1)
     SOAK.mkdir(exist_ok=True)
     kind = "gaussian" if name == "gaussian" else "bernoulli"
     path, m = SOAK / f"{name}{'-quick' * quick}-{number}-{k}.pt", 20
@@ -409,19 +514,19 @@ def soak(name: str, number: int, k: int, quick: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     Z = update.make_data(kind, m, generator)[0]
     if k and not before.exists():
-        soak(name, number, k - 1, quick)
+        _soak(name, number, k - 1, quick)
     X0, Y0 = update.make_data(kind, 0, generator)
     with quiet():
         model = seqgp.load(before) if k else update.make_model(kind, m, X0, Y0, Z)
         X, Y = update.make_data(kind, number, torch.Generator().manual_seed(k + 1))
-        seconds, rss = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, rss = torch.zeros(number), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         options: dict[str, Any] = {"memory": 0 if kind == "gaussian" else 10, "learn": False}
         if name == "learning":
             options |= {"learn": True, "steps": 1, "memory": 20}
         for i in range(number):
             begin = time.perf_counter()
             model.update(X[i : i + 1], Y[i : i + 1], **options)
-            seconds.append(time.perf_counter() - begin)
+            seconds[i] = time.perf_counter() - begin
             if i == number // 10:  # after what is allocated once
                 rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss
@@ -440,11 +545,11 @@ def soak(name: str, number: int, k: int, quick: bool) -> dict[str, Any]:
                 for part in zip(data[0].split(10_000), data[1].split(10_000), strict=True):
                     at_once.update(*part, memory=0, learn=False)
             expected = at_once.posterior(points)
-            drift = float((posterior.mean - expected.mean).abs().max())
+            drift = float((posterior.mean - expected.mean).detach().abs().max())
             with tally.trial(f"drift {drift:.1e}"):
                 assert drift < 1e-8
     tenth = max(number // 10, 1)
-    first, last = (sorted(part)[len(part) // 2] for part in (seconds[:tenth], seconds[-tenth:]))
+    first, last = (float(part.median()) for part in (seconds[:tenth], seconds[-tenth:]))
     tally.trials = number
     times = {"first": round(1e3 * first, 3), "last": round(1e3 * last, 3)}
     return tally.result(drift=drift, milliseconds=times, megabytes=round(grown / 1024, 1))
@@ -458,14 +563,14 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     groups: dict[str, list[dict[str, Any]]] = {}
     for key, unit in units.items():
         parts = key.split("/")
-        group = "/".join(parts[:-1]) if parts[-1].isdigit() or parts[0] == "numerics" else key
+        group = "/".join(parts[:-1]) if parts[-1].isdigit() or parts[0] == "numerics" else parts[0]
         groups.setdefault(group, []).append(unit)
     lines = ["| attack | trials | failures | |", "|---|---|---|---|"]
     for group, members in groups.items():
         trials, failures = (sum(unit[key] for unit in members) for key in ("trials", "failures"))
         notes = []
         if "steps" in members[0]:
-            notes.append(f"{sum(unit['steps'] for unit in members):,} steps")
+            notes.append(f"{sum(unit['steps'] for unit in members):,} calls")
         worst = [unit["worst"] for unit in members if "worst" in unit]
         if worst and max(worst):
             notes.append(f"float32 within {max(worst):.0e} of float64")

@@ -157,20 +157,32 @@ def _failures() -> Row:
 
 
 def render() -> str:
-    """The table in Markdown, between the comments that mark it."""
+    """The table in Markdown."""
     lines = ["| what was measured | seqgp | alternatives |", "|---|---|---|"]
     lines += [
         f"| [{row.what}](docs/benchmarks.md#{row.section}) | {row.ours} | {row.other} |"
         for row in rows()
     ]
-    return "\n".join([START, *lines, END])
+    return "\n".join(lines)
+
+
+def replace_block(path: Path, start: str, text: str) -> None:
+    """Replace what is between a comment and the next ``<!-- end -->``.
+
+    Args:
+        path: A page.
+        start: The comment.
+        text: What is to be there.
+    """
+    before, found, rest = path.read_text().partition(start)
+    if not found:
+        raise ValueError(f"{path} has no line {start!r}, below which a table is to be written.")
+    path.write_text(f"{before}{start}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
     """Write the table into the README."""
-    path = Path(__file__).parent.parent / "README.md"
-    before, _, rest = path.read_text().partition(START)
-    path.write_text(before + render() + rest.partition(END)[2])
+    replace_block(Path(__file__).parent.parent / "README.md", START, render())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Level sets of simulated observers, trial by trial: against AEPsych and random trials.
 
-All ways start from the same trials and share random numbers. Each refits its model after every
-trial. AEPsych runs in an environment of its own, if ``$AEPSYCH_PYTHON`` is the path of its Python
-(tested with AEPsych 0.8.0); otherwise its rows are skipped.
+All ways start from the same trials, until both responses have been seen, and share random numbers.
+Each refits its model after every trial. AEPsych runs in an environment of its own, if
+``$AEPSYCH_PYTHON`` is the path of its Python (tested with AEPsych 0.8.0); otherwise its rows are
+skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import statistics
 import subprocess
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,8 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         for name, observer in OBSERVERS.items():
             if quick and observer.dim > 2:
                 continue
-            trials = observer.initial + 2 if quick else observer.trials
+            start = len(observer.initial_stimuli(seed))
+            trials = start + 2 if quick else observer.trials
             for way in WAYS:
                 if way not in RIVALS:
                     run: Any = partial(measure, name, way, seed, trials)
@@ -79,7 +82,7 @@ def measure(name: str, way: str, seed: int, trials: int) -> dict[str, Any]:
             if n % EVERY == 0 or n >= trials:
                 scores[str(n)] = observer.score(learner.probability_above(observer.test_stimuli()))
             if n >= trials:
-                return {"seconds": seconds, "scores": scores}
+                return {"trial_seconds": seconds, "scores": scores}
             start = time.process_time()
             X = learner.ask()
             seconds.append(told + time.process_time() - start)
@@ -89,14 +92,16 @@ def measure_aepsych(python: str, name: str, way: str, seed: int, trials: int) ->
     """The same by AEPsych, in a process of its own."""
     worker = ROOT / "benchmarks" / "baselines" / "aepsych_worker.py"
     job = {"observer": name, "criterion": way, "seed": seed, "trials": trials}
-    done = subprocess.run(
-        [python, str(worker)],
-        input=json.dumps(job) + "\n",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as directory:  # AEPsych writes logs where it is run
+        done = subprocess.run(
+            [python, str(worker)],
+            input=json.dumps(job) + "\n",
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(f"AEPsych failed: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -114,17 +119,28 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         lines += [
             "",
             f"{name}, {observer.threshold:.0%}, {observer.trials} trials of which "
-            f"{observer.initial} are initial:",
+            f"{observer.initial} or more are initial:",
             "",
             "| | Brier score | error | seconds a trial | seeds |",
             "|---|---|---|---|---|",
         ]
+        by_way = {
+            way: {
+                key.rpartition("/")[2]: unit
+                for key, unit in units.items()
+                if key.startswith(f"{name}/{way}/")
+            }
+            for way in WAYS
+        }
+        present = [set(by_seed) for by_seed in by_way.values() if by_seed]
+        # Seeds that all ways have: an unfinished run compares like with like.
+        seeds = sorted(set.intersection(*present)) if present else []
         for way, label in WAYS.items():
-            rows = [u for key, u in units.items() if key.startswith(f"{name}/{way}/")]
+            rows = [by_way[way][seed] for seed in seeds if by_way[way]]
             if rows:
                 last = [row["scores"][max(row["scores"], key=int)] for row in rows]
                 cells = [_mean([score[key] for score in last]) for key in ("brier", "error")]
-                seconds = statistics.median(s for row in rows for s in row["seconds"])
+                seconds = statistics.median(s for row in rows for s in row["trial_seconds"])
                 lines.append(f"| {label} | {cells[0]} | {cells[1]} | {seconds:.2f} | {len(rows)} |")
     return "\n".join(lines)
 

@@ -56,7 +56,8 @@ class Observer(NamedTuple):
         probability: Of a response 1, a function of ``n x d`` stimuli in the unit cube.
         dim: The number of inputs.
         threshold: The level whose set is to be found.
-        initial: The number of initial trials, the same for all ways.
+        initial: The number of initial trials, the same for all ways, if both responses are among
+            them.
         trials: The number of all trials.
     """
 
@@ -67,9 +68,15 @@ class Observer(NamedTuple):
     trials: int
 
     def initial_stimuli(self, seed: int) -> Tensor:
-        """Quasi-random stimuli, ``initial x d``."""
+        """Quasi-random stimuli, at least ``initial x d``: until both responses have been seen.
+
+        AEPsych starts by the same rule. From a single response no way would learn anything.
+        """
         engine = torch.quasirandom.SobolEngine(self.dim, scramble=True, seed=seed)
-        return engine.draw(self.initial, dtype=torch.float64)
+        X = engine.draw(self.trials, dtype=torch.float64)
+        responses = self.respond(X, 0, seed)
+        others = (responses != responses[0]).nonzero()
+        return X[: max(self.initial, int(others[0]) + 1)]
 
     def respond(self, X: Tensor, first: int, seed: int) -> Tensor:
         """Responses to the trials from a number on, ``n``. All ways share the random numbers."""

@@ -10,8 +10,8 @@ from sphinx_gallery.scrapers import figure_rst
 
 #: Tutorials in the order of the gallery.
 TUTORIALS = (
-    *("robot", "banana", "stream", "digits", "checkpoints"),
-    *("hotspots", "failures", "ax_experiment"),
+    *("robot", "banana", "drift", "stream", "digits", "checkpoints", "shared_map"),
+    *("hotspots", "threshold", "preferences", "failures", "ax_experiment"),
 )
 
 

@@ -41,9 +41,13 @@ if TYPE_CHECKING:
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
     from seqgp.likelihoods import PsychometricLikelihood as PsychometricLikelihood
+    from seqgp.likelihoods import TieLikelihood as TieLikelihood
     from seqgp.merging import merge as merge
     from seqgp.models import PreferenceGP as PreferenceGP
     from seqgp.models import SequentialGP as SequentialGP
+    from seqgp.models import SequentialMultiTaskGP as SequentialMultiTaskGP
+    from seqgp.out_of_core import fit_batches as fit_batches
+    from seqgp.out_of_core import from_batches as from_batches
     from seqgp.variational import DualELBO as DualELBO
     from seqgp.variational import DualNGD as DualNGD
     from seqgp.variational import DualVariationalStrategy as DualVariationalStrategy
@@ -61,7 +65,11 @@ __all__ = [
     "PreferenceGP",
     "PsychometricLikelihood",
     "SequentialGP",
+    "SequentialMultiTaskGP",
+    "TieLikelihood",
     "__version__",
+    "fit_batches",
+    "from_batches",
     "load",
     "merge",
     "plots",
@@ -81,7 +89,11 @@ _OBJECTS = {
     "OverdispersedBinomialLikelihood": "seqgp.likelihoods",
     "PsychometricLikelihood": "seqgp.likelihoods",
     "PreferenceGP": "seqgp.models",
+    "SequentialMultiTaskGP": "seqgp.models",
+    "TieLikelihood": "seqgp.likelihoods",
     "SequentialGP": "seqgp.models",
+    "fit_batches": "seqgp.out_of_core",
+    "from_batches": "seqgp.out_of_core",
     "load": "seqgp.checkpoint",
     "merge": "seqgp.merging",
     "save": "seqgp.checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from seqgp.ask_tell import AskTell
 from seqgp.likelihoods.traits import is_conjugate
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
+from seqgp.monotonic import check_monotonic, with_slopes
 from seqgp.validation import check_inputs, is_whole, renamed
 
 #: The number of locations in a box, by default.
@@ -92,6 +93,9 @@ class ActiveLearner(AskTell):
         num_fantasies: The number of outcomes imagined for a trial, unless fewer are possible.
         num_batch_fantasies: The number of outcomes imagined for pending trials.
         seed: Seed of all random numbers.
+        monotonic: The direction of some inputs, for labels: ``{1: 1}`` if a larger input 1 never
+            lowers the probability of a 1, ``{1: -1}`` if it never raises it. A soft constraint of
+            the default model, see `seqgp.monotonic`.
         options: Options of BoTorch's `optimize_acqf` and its variants for a box:
             ``num_restarts``, ``fixed_features``, ``inequality_constraints``,
             ``discrete_dims={1: range(6)}``, ...
@@ -133,6 +137,7 @@ class ActiveLearner(AskTell):
         num_fantasies: int = 16,
         num_batch_fantasies: int = 8,
         seed: int = 0,
+        monotonic: Mapping[int, int] | None = None,
         **options: Any,
     ) -> None:
         if pool is not None:
@@ -146,6 +151,11 @@ class ActiveLearner(AskTell):
         own = inspect.signature(ActiveLearner).parameters
         check_options(bounds, 1, [], None, None, 0.0, None, options, own)
         self.likelihood = BernoulliLikelihood() if likelihood is None else likelihood
+        if monotonic is not None:
+            check_monotonic(monotonic, bounds.shape[-1], self.likelihood)
+            if make_model is not None:
+                raise ValueError("monotonic: an option of the default model, not of make_model.")
+        self.monotonic = dict(monotonic or {})
         if make_model is None:  # one of the user's own may have another likelihood
             Uncertainty(criterion, link_of(self.likelihood), threshold)
         self.criterion, self.threshold = criterion, threshold
@@ -220,8 +230,8 @@ class ActiveLearner(AskTell):
                 learner = learner.learn(
                     data[0], data[1].unsqueeze(-1), self.refit_every, self.fit_options, fit=fit
                 )
-        (self.X, self.Y), self._learner = data, learner
-        self.pending = self._without(self.pending, X)
+        left = self._without(self.pending, X)
+        self._become(X=data[0], Y=data[1], pending=left, _learner=learner)
 
     def run(
         self,
@@ -320,7 +330,7 @@ class ActiveLearner(AskTell):
         Y = state["Y"].to(self.bounds)
         learner = RefittedModel(self.make_model)
         learner.load_state_dict(state["model"], X, Y.unsqueeze(-1))
-        self.X, self.Y, self.pending, self._learner = X, Y, pending, learner
+        self._become(X=X, Y=Y, pending=pending, _learner=learner)
 
     # ---------------------------------------------------------------- helpers
 
@@ -407,12 +417,16 @@ class ActiveLearner(AskTell):
             # Latent values between about -4 and 4: probabilities near zero and one are usual.
             kernel = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(math.log(4.0), 0.75))
             kernel.outputscale = 4.0
+        coefficients = None
+        if self.monotonic:
+            X, Y, coefficients = with_slopes(X, Y, self.bounds, self.monotonic)
         return SequentialGP(
             X,
             Y,
             likelihood=copy.deepcopy(self.likelihood),
             covar_module=kernel.to(X),
             input_transform=Normalize(d, bounds=self.bounds),
+            coefficients=coefficients,
         )
 
 

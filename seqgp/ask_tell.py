@@ -104,6 +104,14 @@ class AskTell:
         span = self.bounds[1] - self.bounds[0]
         return ((X.unsqueeze(1) - others).abs() <= SAME * span).all(-1)
 
+    def _become(self, **attributes: Any) -> None:
+        """Change attributes together: an interrupt finds all of them changed, or none.
+
+        Args:
+            attributes: The new values, by name.
+        """
+        vars(self).update(attributes)
+
     # ---------------------------------------------------------------- proposals
 
     def _check_request(self, q: int, context: Context | None) -> dict[str, Any]:

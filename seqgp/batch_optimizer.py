@@ -237,18 +237,22 @@ class BatchOptimizer(AskTell):
             raise ValueError("Y: the value of a valid evaluation is NaN or infinite.")
         if Y.isinf().any():
             raise ValueError("Y: infinite; use NaN for a failed evaluation without a value.")
-        data = (
-            torch.cat([self.X, X.detach()]),
-            torch.cat([self.Y, Y]),
-            torch.cat([self.num_valid, num_valid]),
-        )
+        num_new = len(X)
+        pending = self._without(self.pending, X)
+        X, Y = torch.cat([self.X, X.detach()]), torch.cat([self.Y, Y])
+        num_valid = torch.cat([self.num_valid, num_valid])
         # Learn first: if this fails, the state does not change.
-        learners = self._learn(*data)
-        before = self._best_of_search()
-        self.X, self.Y, self.num_valid = data
-        self._objective, self._validity = learners
-        self.pending = self._without(self.pending, X)
-        self._move_trust_region(before, len(X))
+        objective, validity = self._learn(X, Y, num_valid)
+        region = self._moved_trust_region(Y, self._is_valid(num_valid), num_new)
+        self._become(
+            X=X,
+            Y=Y,
+            num_valid=num_valid,
+            pending=pending,
+            trust_region=region,
+            _objective=objective,
+            _validity=validity,
+        )
 
     def run(
         self,
@@ -400,9 +404,15 @@ class BatchOptimizer(AskTell):
         teaches = self._teaches(Y, self._is_valid(num_valid))
         objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
         validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
-        self.X, self.Y, self.num_valid = X, Y, num_valid
-        self._objective, self._validity, self.pending = objective, validity, pending
-        self.trust_region = None if region is None else TrustRegion(**region)
+        self._become(
+            X=X,
+            Y=Y,
+            num_valid=num_valid,
+            pending=pending,
+            trust_region=None if region is None else TrustRegion(**region),
+            _objective=objective,
+            _validity=validity,
+        )
 
     # ---------------------------------------------------------------- helpers
 
@@ -449,19 +459,26 @@ class BatchOptimizer(AskTell):
         """The number of evaluations before the present search."""
         return 0 if self.trust_region is None else self.trust_region.start
 
-    def _best_of_search(self) -> Tensor | None:
+    def _best_of_search(self, Y: Tensor, valid: Tensor) -> Tensor | None:
         """The best valid value of the present search, ``None`` if there is none."""
-        return best_valid(self.Y[self._start :], self.valid[self._start :], self.maximize)
+        return best_valid(Y[self._start :], valid[self._start :], self.maximize)
 
-    def _move_trust_region(self, before: Tensor | None, num_new: int) -> None:
-        """Grow or shrink the trust region after evaluations, unless they were initial ones."""
+    def _moved_trust_region(self, Y: Tensor, valid: Tensor, num_new: int) -> TrustRegion | None:
+        """The trust region after evaluations; larger or smaller, unless they were initial ones.
+
+        Args:
+            Y: ``n`` values, the new ones last.
+            valid: ``n``, which of them are valid.
+            num_new: The number of new ones.
+        """
         region, options = self.trust_region, self.trust_region_options
         if region is None or options is None or not num_new:
-            return
-        if len(self.X) - num_new - region.start >= max(self.num_initial, 1):
-            success = is_success(before, self._best_of_search(), self.maximize)
-            d = self.bounds.shape[-1]
-            self.trust_region = region.after(success, num_new, len(self.X), d, options)
+            return region
+        if len(Y) - num_new - region.start < max(self.num_initial, 1):
+            return region
+        before = self._best_of_search(self.Y, self.valid)
+        success = is_success(before, self._best_of_search(Y, valid), self.maximize)
+        return region.after(success, num_new, len(Y), self.bounds.shape[-1], options)
 
     @torch.no_grad()
     def _search_bounds(self, context: Context | None, options: dict[str, Any]) -> Tensor:

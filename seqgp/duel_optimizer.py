@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -142,7 +143,7 @@ class DuelOptimizer(AskTell):
             raise ValueError("answers: expected True or False, whether the first was preferred.")
         won = won.reshape(-1).bool()
         data = torch.cat([self.X, X]), torch.cat([self.answers, won])
-        model = self._model
+        model = copy.deepcopy(self._model)  # the present one stays what it is, whatever happens
         if model is not None:
             model.update(X, _comparisons(won), **self.update_options)
         elif len(data[1]) >= max(self.num_initial, 1):
@@ -150,8 +151,8 @@ class DuelOptimizer(AskTell):
             fit_gpytorch_mll(
                 DualELBO(model.likelihood, model), optimizer_kwargs={"options": self.fit_options}
             )
-        (self.X, self.answers), self._model = data, model
-        self.pending = self._without(self.pending, X)
+        left = self._without(self.pending, X)
+        self._become(X=data[0], answers=data[1], pending=left, _model=model)
 
     # ---------------------------------------------------------------- what was learnt
 
@@ -194,7 +195,7 @@ class DuelOptimizer(AskTell):
             model = self.make_model(X, _comparisons(answers))
             model.set_hyperparameters(state["learnt"])
             model.refresh()
-        self.X, self.answers, self.pending, self._model = X, answers, pending, model
+        self._become(X=X, answers=answers, pending=pending, _model=model)
 
     # ---------------------------------------------------------------- helpers
 

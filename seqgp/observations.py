@@ -11,6 +11,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.settings import min_fixed_noise
 from torch import Tensor
 
+from seqgp.distributed import Ranks
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.sites import Expectations
@@ -187,6 +188,23 @@ class Observations:
             inputs = torch.cat([inputs, repeated], -2)
             c = torch.cat([c, torch.zeros_like(c[..., :1]).expand(*c.shape[:-1], more)], -1)
         return replace(self, inputs=inputs, coefficients=c)
+
+    def gathered(self, ranks: Ranks) -> Observations:
+        """Those of all ranks, one after the other.
+
+        Args:
+            ranks: The processes that share them.
+        """
+        if ranks.alone:
+            return self
+        c = self.coefficients
+        return Observations(
+            ranks.gather(self.inputs, -2 if c is None else -3),
+            ranks.gather(self.targets),
+            {key: ranks.gather(value) for key, value in sorted(self.arguments.items())},
+            None if self.weights is None else ranks.gather(self.weights),
+            None if c is None else ranks.gather(c, -2),
+        )
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> Observations:
         """The same observations on another device or in another precision."""

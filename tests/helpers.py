@@ -28,6 +28,7 @@ from seqgp import (
     OrdinalLikelihood,
     OverdispersedBinomialLikelihood,
     PsychometricLikelihood,
+    TieLikelihood,
 )
 from seqgp.dual import Convergence
 from seqgp.likelihoods.expectations import expected_log_prob
@@ -180,6 +181,7 @@ CASES = {
     ),
     "heteroscedastic": Case(HeteroscedasticGaussianLikelihood, num_latents=2),
     "ordinal": Case(lambda: OrdinalLikelihood(4)),
+    "ties": Case(TieLikelihood),
     "softmax": Case(softmax, num_latents=3),
     "softmax_mixing": Case(lambda: softmax(mixing=True), num_latents=3),
 }

@@ -39,8 +39,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 import seqgp
-from seqgp import DualELBO, SequentialGP
+from seqgp import DualELBO, PreferenceGP, SequentialGP
 from seqgp.acquisition import (
+    InformationAboutBest,
     LogValidExpectedImprovement,
     best_valid,
     exceedance,
@@ -60,6 +61,7 @@ from seqgp.acquisition.uncertainty import CRITERIA
 from seqgp.active_learner import ActiveLearner
 from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.checkpoint import load_extra
+from seqgp.duel_optimizer import DuelOptimizer
 from seqgp.kernel_scales import median_distance, sharp
 from seqgp.streaming.memory import MemoryOptions
 from tests import test_devices
@@ -903,6 +905,44 @@ def test_batch_optimizer(name: str) -> None:
         proposed = other.ask(2, X_pending=points(device, 1))
         probability = optimizer.probability_of_validity(points(device, 4))
         return first, proposed, probability, optimizer.best
+
+    on_both(action)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_preferences(ties: bool) -> None:
+    def action(device: torch.device) -> Any:
+        items = points(device, 9)
+        pairs = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [1, 8]], device=device)
+        tied = torch.tensor([False, True, False, False, True], device=device) if ties else None
+        model = PreferenceGP(items, pairs, covar_module=make_kernel(), ties=tied)
+        model.update(items, pairs[:2], ties=None if tied is None else tied[:2], steps=1)
+        conditioned = model.condition_on_observations(items, pairs[2:3])
+        sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+        return (
+            model.posterior(items).mean,
+            model.answers(items[:2]).mean,
+            model.datapoints,
+            model.comparisons,
+            model.ties,
+            model.log_predictive_density(items, pairs),
+            conditioned.posterior(items).mean,
+            model.fantasize(items[:2], sampler).posterior(items).mean,
+            InformationAboutBest(model, items, 16)(items[:2].unsqueeze(0)),
+        )
+
+    on_both(action)
+
+
+def test_duel_optimizer() -> None:
+    def action(device: torch.device) -> Any:
+        bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
+        optimizer = DuelOptimizer(bounds, 3, fit_options={"maxiter": 1}, **SMALL)
+        first = optimizer.ask(3)
+        optimizer.tell(first, first[:, 0].sum(-1) > first[:, 1].sum(-1))
+        second = optimizer.ask(2, remember_pending=True)
+        optimizer.tell(second, [True, False])
+        return first, second, optimizer.best
 
     on_both(action)
 

@@ -60,7 +60,7 @@ def main() -> None:
         seconds.append(fitted + time.process_time() - start)
         Y = torch.cat([Y, observer.respond(x, len(X), seed)])
         X = torch.cat([X, x])
-    print(json.dumps({"seconds": seconds, "scores": scores}))
+    print(json.dumps({"trial_seconds": seconds, "scores": scores}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from botorch.utils.transforms import t_batch_mode_transform
 from torch import Tensor
 
 from seqgp.dual.linalg import relative_jitter, scaled_cholesky, solve_lower
-from seqgp.likelihoods import log_predictive
+from seqgp.likelihoods import TieLikelihood, log_predictive
 from seqgp.models.comparisons import difference_coefficients
 from seqgp.models.preference_gp import PreferenceGP
 from seqgp.validation import check_count, check_inputs, check_instance
@@ -20,8 +20,8 @@ from seqgp.validation import check_count, check_inputs, check_instance
 class InformationAboutBest(AcquisitionFunction):
     r"""The mutual information of the answer to a duel and the best of some items, in nats.
 
-    With the answer :math:`y \in \{0, 1\}`, the index :math:`b` of the best item and the binary
-    entropy :math:`H`,
+    With the answer :math:`y`, the index :math:`b` of the best item and the entropy :math:`H` of
+    answers,
 
     .. math:: I(y; b) = H(p(y)) - \sum_i p(b = i) \, H(p(y \mid b = i)).
 
@@ -97,14 +97,17 @@ class InformationAboutBest(AcquisitionFunction):
         cross = solve_lower(self._root, (S[..., :n, n:] @ c).unsqueeze(-1)).squeeze(-1)
         variance = (S[..., n:, n:] @ c @ c - cross.square().sum(-1)).clamp_min(0)
         h = (mean @ c).unsqueeze(-1) + cross @ self._normal.mT  # ... x samples
-        p = log_predictive(likelihood, torch.ones_like(h), h, variance.unsqueeze(-1)).exp()
+        num_answers = 3 if isinstance(likelihood, TieLikelihood) else 2
+        h = h.expand(num_answers, *h.shape)
+        y = torch.arange(num_answers, dtype=h.dtype, device=h.device)
+        y = y.reshape(-1, *[1] * (h.dim() - 1)).expand_as(h)
+        p = log_predictive(likelihood, y, h, variance.unsqueeze(-1)).exp()  # one row an answer
         share = self._is_best.mean(0)
         given = p @ self._is_best / self._is_best.sum(0)
         return _entropy(p.mean(-1)) - (share * _entropy(given)).sum(-1)
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """Of a coin, in nats; with finite gradients where it is certain."""
-    eps = torch.finfo(p.dtype).eps
-    p = p.clamp(eps, 1 - eps)
-    return -(torch.xlogy(p, p) + torch.special.xlog1py(1 - p, -p))
+    """Of answers, the first dimension, in nats; with finite gradients where one is certain."""
+    p = p.clamp_min(torch.finfo(p.dtype).eps)
+    return -torch.xlogy(p, p).sum(0)

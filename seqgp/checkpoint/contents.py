@@ -33,6 +33,7 @@ from seqgp.checkpoint.registry import (
 )
 from seqgp.checkpoint.storage import CheckpointError
 from seqgp.dual import Sites
+from seqgp.models.multi_task_gp import SequentialMultiTaskGP
 from seqgp.models.preference_gp import PreferenceGP
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
@@ -49,7 +50,7 @@ _VERSION = 2
 _LOG = logging.getLogger(__name__)
 
 #: Models that can be built from a file.
-_KNOWN = (SequentialGP, PreferenceGP)
+_KNOWN = (SequentialGP, PreferenceGP, SequentialMultiTaskGP)
 _KNOWN_BY_NAME = {name_of(kind): kind for kind in _KNOWN}
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
@@ -98,6 +99,9 @@ def save(
     The file is replaced as a whole or not at all, even if the process is killed meanwhile. It keeps
     its mode.
 
+    A model with a ``process_group`` is saved by all of its processes together: the first one writes
+    all that they know, and `load` can share it among any number of them.
+
     Args:
         model: A `SequentialGP`, conditioned or not, or any GPyTorch model whose variational
             strategy is a `DualVariationalStrategy`.
@@ -122,7 +126,8 @@ def save(
         >>> records[0].elbo == records[1].elbo
         True
     """
-    if not isinstance(getattr(model, "variational_strategy", None), DualVariationalStrategy):
+    strategy = getattr(model, "variational_strategy", None)
+    if not isinstance(strategy, DualVariationalStrategy):
         raise TypeError(
             "model: expected a SequentialGP, or a GPyTorch model with a DualVariationalStrategy, "
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
@@ -136,7 +141,12 @@ def save(
         ) from None
     except RecursionError:
         raise ValueError("extra: it is nested too deeply, or it contains itself.") from None
-    storage.write({**_content(model), "extra": described_extra}, path, _VERSION)
+    ranks = strategy.ranks
+    with ranks.together():
+        whole = model.gathered() if isinstance(model, SequentialGP) and not ranks.alone else model
+        if ranks.rank == 0:
+            storage.write({**_content(whole), "extra": described_extra}, path, _VERSION)
+        ranks.agree()
     _LOG.debug("saved %s to %s", type(model).__name__, path)
 
 
@@ -146,6 +156,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     random_state: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
     """Load the model that `save` wrote.
 
@@ -158,6 +169,8 @@ def load(
         dtype: Its precision; by default as it was saved. Results then agree within that precision.
         random_state: Whether to restore the random number generators of torch, NumPy and Python,
             too. A stream needs that only if your own code draws from them.
+        process_group: Processes that share the model's observations from now on, as in
+            `SequentialGP`. All of them have to load the same file.
 
     Returns:
         The model.
@@ -200,7 +213,7 @@ def load(
     if random_state:
         with _building_from(path, content):
             _set_random_state(content["random"])
-    return model
+    return model if process_group is None else model.scattered(process_group)
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -22,11 +22,13 @@ import gpytorch.means as gm
 import gpytorch.priors as gp
 import torch
 from botorch.models.utils import inducing_point_allocators as bi
+from botorch.models.utils.priors import BetaPrior
 from gpytorch.utils import transforms as gt
 from torch import Tensor
 
 from seqgp import likelihoods as sl
 from seqgp.checkpoint.storage import DTYPES, CheckpointError, is_plain
+from seqgp.models.tasks import TaskKernel, TaskMean, TaskStandardize
 from seqgp.streaming.memory import MemoryOptions
 
 #: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
@@ -409,6 +411,13 @@ register(
         "cutpoints": None,  # they are parameters
     },
 )
+register(sl.TieLikelihood, {"width": None})  # it is a parameter
+
+
+def _task_values(module: Any) -> list[int]:
+    return [int(value) for value in module.task_values]
+
+
 _PRIOR: dict[str, Where] = {"validate_args": lambda prior: vars(prior).get("_validate_args")}
 for _cls in (
     gp.NormalPrior,
@@ -420,6 +429,25 @@ for _cls in (
 ):
     register(_cls, _PRIOR)
 register(gp.UniformPrior, {**_PRIOR, "a": "low", "b": "high"})
+register(BetaPrior, {**_PRIOR, "transform": None})
+register(sl.TaskLikelihood, {"likelihoods": lambda m: list(m.likelihoods)})
+register(
+    gm.MultitaskMean,
+    {"base_means": lambda m: list(m.base_means), "num_tasks": lambda m: m.num_tasks},
+)
+register(TaskMean, {"task_values": _task_values})
+register(
+    TaskKernel,
+    {
+        "task_values": _task_values,
+        "num_tasks": None,
+        "rank": lambda m: m.raw_covar_factor.shape[-1],
+        "task_prior": lambda m: getattr(m, "IndexKernelPrior", None),
+        "var_constraint": "raw_var_constraint",
+        "active_dims": lambda m: m.active_dims.tolist(),
+    },
+)
+register(TaskStandardize, {"dtype": None})
 register(gm.ConstantMean, {"constant_prior": lambda mean: getattr(mean, "mean_prior", None)})
 
 

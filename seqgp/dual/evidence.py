@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.dual.duals import Duals, add, tie
 from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_cholesky, solve_upper
 from seqgp.dual.posterior import Factors, factorise, log_evidence
@@ -75,6 +76,7 @@ def evidence(
     chol: Tensor,
     whitened: Sequence[Tensor],
     jitter: float = 0.0,
+    ranks: Ranks = ALONE,
 ) -> Evidence:
     """The evidence of fixed sites under a sparse prior.
 
@@ -84,23 +86,25 @@ def evidence(
         chol: ``... x m x m``, the Cholesky factor ``L`` of the covariance, without a graph.
         whitened: ``A = L^-1 cross`` of each block, without a graph.
         jitter: The relative jitter that is part of ``L``.
+        ranks: The processes that share the functionals of the first block. The others are common to
+            all of them. The value is that of all; derivatives are this rank's share of them.
     """
     with torch.no_grad():
-        total: Duals | None = None
-        for A, block in zip(whitened, blocks, strict=True):
-            duals = tie(A, block.sites)
-            total = duals if total is None else add(total, duals)
-        assert total is not None
+        traces = [(block.sites.beta * block.variance).sum(-1) for block in blocks]
+        lam, B, traces[0] = ranks.sum(*tie(whitened[0], blocks[0].sites), traces[0])
+        total = Duals(lam, B)
+        for A, block in zip(whitened[1:], blocks[1:], strict=True):
+            total = add(total, tie(A, block.sites))
         factors = factorise(total)
         value = log_evidence(total, factors)
         # The sum of beta |A|^2 over all functionals is the trace of B.
         value = value + 0.5 * total.B.diagonal(dim1=-2, dim2=-1).sum(-1)
-        for block in blocks:
-            value = value - 0.5 * (block.sites.beta * block.variance).sum(-1)
+        for trace in traces:
+            value = value - 0.5 * trace
     if torch.is_grad_enabled():
         flat = [t for b in blocks for t in (b.cross, b.variance, *b.sites)]
         fixed = (value, chol, total.B, factors, list(whitened), jitter)
-        value = _Evidence.apply(fixed, covariance, *flat)
+        value = _Evidence.apply(fixed, ranks.shared(covariance), *flat)
     return Evidence(value, factors)
 
 

@@ -23,6 +23,7 @@ import torch
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.dual.duals import Duals, Pair, add, interpolate, tie
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.posterior import (
@@ -89,6 +90,7 @@ def natural_gradient_target(
     latent_dims: int = 0,
     min_precision: float | None = 0.0,
     strict: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[Duals, Tensor]:
     """The duals that a full natural-gradient step leads to, and the bound at the present ones.
 
@@ -102,6 +104,7 @@ def natural_gradient_target(
         min_precision: Floor for the sites' precision, see `seqgp.dual.sites.precision_floor`.
         strict: Whether duals that no posterior belongs to have a bound of NaN; always so without a
             floor.
+        ranks: The processes that share the observations; the batches are those of this one.
 
     Returns:
         The target, and the bound ``sum E[log p(y|f)] + E[log t_base] - KL``, of the batch shape.
@@ -112,20 +115,41 @@ def natural_gradient_target(
         bound = bound + expected_log_summary(base, factors)
     if latent_dims:
         bound = bound.sum(tuple(range(-latent_dims, 0)))
-    target = base
+    target = base if ranks.alone else None
+    log_prob = torch.zeros_like(bound)
     for batch in batches:
         mean = posterior_mean(batch.A, factors)
         variance = posterior_variance(batch.A, batch.unexplained, factors)
         expected = batch.evaluate(*without_nan(batch.prior_mean + mean, variance))
-        bound = bound + weight * expected.log_prob.sum(-1)
+        log_prob = log_prob + weight * expected.log_prob.sum(-1)
         site = sites(expected, mean, min_precision)
         if weight != 1.0:
             site = Sites(weight * site.lam, weight * site.beta)
         tied = tie(batch.A, site)
         target = tied if target is None else add(target, tied)
-    if target is None:  # no data and nothing known: the prior
-        target = Duals(torch.zeros_like(duals.lam), torch.zeros_like(duals.B))
-    return target, bound
+    target, log_prob = _added_up(target, log_prob, base, duals, ranks)
+    return target, bound + log_prob
+
+
+def _added_up(
+    own: Duals | None, log_prob: Tensor, base: Duals | None, like: Duals, ranks: Ranks
+) -> tuple[Duals, Tensor]:
+    """Duals and log probabilities of the observations of all ranks, on top of what is known.
+
+    Args:
+        own: The duals of this rank's observations; if it is alone, on top of what is known.
+        log_prob: Their log probability.
+        base: What is known.
+        like: Duals of the right shape, for none.
+        ranks: The processes that share the observations.
+    """
+    if own is None:  # no data
+        own = Duals(torch.zeros_like(like.lam), torch.zeros_like(like.B))
+    if ranks.alone:
+        return own, log_prob
+    lam, B, log_prob = ranks.sum(*own, log_prob)
+    total = Duals(lam, B)
+    return total if base is None else add(base, total), log_prob
 
 
 def natural_gradient_step(
@@ -136,6 +160,7 @@ def natural_gradient_step(
     weight: float = 1.0,
     latent_dims: int = 0,
     min_precision: float | None = 0.0,
+    ranks: Ranks = ALONE,
 ) -> tuple[Duals, Tensor]:
     """One damped step of size ``rho``; arguments as for `natural_gradient_target`.
 
@@ -144,7 +169,7 @@ def natural_gradient_step(
         posterior is shortened until there is one.
     """
     target, bound = natural_gradient_target(
-        duals, batches, base, weight, latent_dims, min_precision
+        duals, batches, base, weight, latent_dims, min_precision, ranks=ranks
     )
     new = target if rho == 1.0 else interpolate(duals, target, rho)
     smallest = rho * 2.0**-16
@@ -155,7 +180,7 @@ def natural_gradient_step(
 
 
 def conjugate_duals(
-    batches: Iterable[Batch], base: Duals | None, like: Duals
+    batches: Iterable[Batch], base: Duals | None, like: Duals, ranks: Ranks = ALONE
 ) -> tuple[Duals, Factors, Tensor]:
     r"""The duals of observations whose sites do not depend on the posterior, in one pass.
 
@@ -163,13 +188,15 @@ def conjugate_duals(
         batches: The observations, in chunks.
         base: Duals of what is already known.
         like: Duals of the right shape, for none.
+        ranks: The processes that share the observations.
 
     Returns:
         The duals, their posterior, and the bound: with :math:`Z` for the evidence of all sites,
         :math:`\log Z - \tfrac12 \sum_i \beta_i u_i + \sum_i \log p(y_i | f_i = \mu_i)`, where
         :math:`u_i` is the variance that the inducing points leave unexplained.
     """
-    total, constant = base, like.lam.new_zeros(())
+    total = base if ranks.alone else None
+    constant = torch.zeros_like(like.lam[..., 0])
     for batch in batches:
         zero = torch.zeros_like(batch.prior_mean)
         expected = batch.evaluate(batch.prior_mean, zero)
@@ -178,8 +205,7 @@ def conjugate_duals(
         constant = constant - 0.5 * (site.beta * batch.unexplained).sum(-1)
         tied = tie(batch.A, site)
         total = tied if total is None else add(total, tied)
-    if total is None:
-        total = Duals(torch.zeros_like(like.lam), torch.zeros_like(like.B))
+    total, constant = _added_up(total, constant, base, like, ranks)
     factors = factorise(total)
     return total, factors, constant + log_evidence(total, factors)
 
@@ -194,6 +220,7 @@ def converge(
     rho: float = 1.0,
     tol: float = 1e-6,
     max_steps: int = 100,
+    ranks: Ranks = ALONE,
 ) -> tuple[Duals, Convergence]:
     """Natural-gradient steps until the duals are those of their own posterior's sites.
 
@@ -207,11 +234,12 @@ def converge(
         rho: The largest step.
         tol: Relative change of the duals at which to stop.
         max_steps: Passes over the data at which to stop.
+        ranks: The processes that share the observations.
     """
 
     def step(state: Duals, strict: bool) -> tuple[Duals, Tensor]:
         return natural_gradient_target(
-            state, batches(), base, 1.0, latent_dims, min_precision, strict
+            state, batches(), base, 1.0, latent_dims, min_precision, strict, ranks
         )
 
     return fixed_point(step, duals, conjugate, rho, tol, max_steps)
@@ -227,6 +255,7 @@ def converge_sites(
     rho: float = 1.0,
     tol: float = 1e-6,
     max_steps: int = 100,
+    ranks: Ranks = ALONE,
 ) -> Sites:
     r"""The sites of one batch of observations at the fixed point, instead of their duals.
 
@@ -246,6 +275,7 @@ def converge_sites(
         rho: As for `converge`.
         tol: As for `converge`.
         max_steps: As for `converge`.
+        ranks: The processes that share the observations; sites are those of this one.
     """
     A, unexplained, prior_mean, evaluate = batch
     if start is None or conjugate:
@@ -254,33 +284,34 @@ def converge_sites(
     if conjugate:
         return start
     signed = min_precision is None
-    if signed and not has_posterior(_tied(A, start, base)):  # as hyperparameters have moved
+    if signed and not has_posterior(_tied(A, start, base, ranks)):  # as hyperparameters have moved
         start = Sites(start.lam, start.beta.clamp_min(0))
 
     def step(state: Sites, strict: bool) -> tuple[Sites, Tensor]:
-        duals = _tied(A, state, base)
+        duals = _tied(A, state, base, ranks)
         factors = factorise(duals, strict or signed)
         mean = posterior_mean(A, factors)
         variance = posterior_variance(A, unexplained, factors)
         expected = evaluate(*without_nan(prior_mean + mean, variance))
         log_site = state.lam * mean - 0.5 * state.beta * (mean.square() + variance)
-        bound = log_evidence(duals, factors) - 0.5 * (state.beta * unexplained).sum(-1)
-        bound = bound - log_site.sum(-1)
+        own = 0.5 * (state.beta * unexplained).sum(-1) + log_site.sum(-1)
+        own, log_prob = ranks.sum(own, expected.log_prob.sum(-1))
+        bound = log_evidence(duals, factors) - own
         if latent_dims:
             bound = bound.sum(tuple(range(-latent_dims, 0)))
-        return sites(expected, mean, min_precision), expected.log_prob.sum(-1) + bound
+        return sites(expected, mean, min_precision), log_prob + bound
 
     # The state has the batch shape of the bound and, if there are several, the latents.
     shape = broadcast_shapes(start.lam.shape, A.shape[:-2] + A.shape[-1:])
     if base is not None:
         shape = broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
     start = Sites(start.lam.expand(shape), start.beta.expand(shape))
-    state, _ = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
+    state, _ = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps, ranks=ranks)
     return state
 
 
-def _tied(A: Tensor, state: Sites, base: Duals | None) -> Duals:
-    duals = tie(A, state)
+def _tied(A: Tensor, state: Sites, base: Duals | None, ranks: Ranks) -> Duals:
+    duals = Duals(*ranks.sum(*tie(A, state)))
     return duals if base is None else add(duals, base)
 
 
@@ -306,6 +337,7 @@ def fixed_point(
     rho: float = 1.0,
     tol: float = 1e-6,
     max_steps: int = 100,
+    ranks: Ranks = ALONE,
 ) -> tuple[Pair, Convergence]:
     r"""Solve ``state = target(state)`` by accelerated iteration that does not lower the bound.
 
@@ -327,12 +359,13 @@ def fixed_point(
         rho: The largest step size.
         tol: The relative tolerance.
         max_steps: The largest number of calls to ``step``.
+        ranks: Processes each of which has some elements of the state. Bounds are those of all.
     """
     target, bound = step(state, False)
     if conjugate:
         _, bound = step(target, False)
         return target, Convergence(2, torch.zeros_like(bound), bound, True)
-    layout = _Layout(target, bound.dim())
+    layout = _Layout(target, bound.dim(), ranks)
     state = type(target)(*(s.expand_as(t) for s, t in zip(state, target, strict=True)))
     now, ahead = layout.pack(state), layout.pack(target)
     rhos = torch.full_like(bound, rho)
@@ -340,11 +373,11 @@ def fixed_point(
     # A step smaller than this changes the bound by less than its rounding error.
     smallest = rho * 2.0**-16
     slack = torch.finfo(bound.dtype).eps ** 0.5 * 1e-2
-    steps, history = 1, _History(bound)
+    steps, history = 1, _History(bound, ranks)
     while True:
         scale, move = layout.scale(now, ahead), ahead - now
         change = move / scale
-        residual = _largest(change).nan_to_num(nan=torch.inf)
+        residual = ranks.largest(_largest(change)).nan_to_num(nan=torch.inf)
         unfinished = residual > tol
         active = unfinished & (rhos > smallest)
         accelerated = active & history.usable()
@@ -369,7 +402,7 @@ def fixed_point(
             history.forget(accelerated & ~accepted)
         history.remember(accepted, trial - now, trial_move - move)
         if goes_plainly:
-            secant = _secant(change, trial_move / scale, rhos).clamp_max(rho)
+            secant = _secant(change, trial_move / scale, rhos, ranks).clamp_max(rho)
             rhos = torch.where(plain, torch.where(accepted, secant, rhos / 2), rhos)
         moves = accepted.unsqueeze(-1)
         now, ahead = torch.where(moves, trial, now), torch.where(moves, trial_ahead, ahead)
@@ -395,9 +428,11 @@ class _Layout(Generic[Pair]):
     Args:
         like: A pair of the shapes that are to be packed, with leading batch dimensions.
         batch_dims: The number of these.
+        ranks: Processes each of which has some elements of the tensors.
     """
 
-    def __init__(self, like: Pair, batch_dims: int) -> None:
+    def __init__(self, like: Pair, batch_dims: int, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.kind: type[Pair] = type(like)
         self.batch_dims = batch_dims
         self.shapes: list[torch.Size] = [tensor.shape[batch_dims:] for tensor in like]
@@ -421,10 +456,10 @@ class _Layout(Generic[Pair]):
         """
         smallest = torch.finfo(target.dtype).tiny
         lam, precision = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
-        if not target.shape[-1]:
-            return torch.ones_like(target)
-        largest = precision.amax(-1, keepdim=True).clamp_min(smallest)
-        means = torch.maximum(lam.amax(-1, keepdim=True), largest.sqrt())
+        both = torch.stack([_largest(lam), _largest(precision)])
+        largest_lam, largest = self.ranks.largest(both).unsqueeze(-1)
+        largest = largest.clamp_min(smallest)
+        means = torch.maximum(largest_lam, largest.sqrt())
         return torch.cat([means.expand_as(lam), largest.expand_as(precision)], -1)
 
 
@@ -439,7 +474,8 @@ class _History:
 
     depth = 5
 
-    def __init__(self, bound: Tensor) -> None:
+    def __init__(self, bound: Tensor, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.none = torch.zeros_like(bound, dtype=torch.bool)
         # The sum of move and change of the residual, the latter, and which members of the batch
         # have made the step.
@@ -466,7 +502,7 @@ class _History:
         totals, changes = (torch.stack([step[i] for step in self.steps], -2) for i in (0, 1))
         made = torch.stack([made for _, _, made in self.steps], -1).unsqueeze(-1)
         changes = changes / scale.unsqueeze(-2)
-        gram, product = changes @ changes.mT, changes @ residual.unsqueeze(-1)
+        gram, product = self.ranks.sum(changes @ changes.mT, changes @ residual.unsqueeze(-1))
         size = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
         made = made & (size > 0)
         size = torch.where(made, size, 1.0)
@@ -490,9 +526,8 @@ def _largest(vectors: Tensor) -> Tensor:
     return vectors.abs().amax(-1)
 
 
-def _secant(before: Tensor, after: Tensor, rhos: Tensor) -> Tensor:
+def _secant(before: Tensor, after: Tensor, rhos: Tensor, ranks: Ranks) -> Tensor:
     """The step size that the residuals before and after a step suggest; at least a quarter."""
-    square = before.square().sum(-1)
-    product = (before * (before - after)).sum(-1)
+    square, product = ranks.sum(before.square().sum(-1), (before * (before - after)).sum(-1))
     step = torch.where(product > 0, rhos * square / product, torch.inf)
     return torch.maximum(step, rhos / 4)

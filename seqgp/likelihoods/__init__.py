@@ -10,6 +10,7 @@
 """
 
 from seqgp.likelihoods import softmax as _softmax  # registers its rules  # noqa: F401
+from seqgp.likelihoods.by_task import TaskLikelihood
 from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import (
     BinomialLikelihood,
@@ -20,6 +21,7 @@ from seqgp.likelihoods.expectations import expectations, expected_log_prob
 from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.predictive import log_predictive
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
+from seqgp.likelihoods.ties import TieLikelihood
 
 __all__ = [
     "BinomialLikelihood",
@@ -29,6 +31,8 @@ __all__ = [
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
     "PsychometricLikelihood",
+    "TaskLikelihood",
+    "TieLikelihood",
     "expectations",
     "expected_log_prob",
     "log_predictive",

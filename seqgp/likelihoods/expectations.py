@@ -210,17 +210,25 @@ def _bernoulli(
     spread = resolved(variance).sqrt()
     sign = 2 * targets - 1
     signed = sign * (mean + spread * nodes)
-    log_cdf = torch.special.log_ndtr(signed)
-    slope = sign * _inverse_mills_ratio(signed)
-    return _from_slopes(log_cdf, slope, nodes, weights, spread)
+    log_cdf, ratio = _log_cdf_and_slope(signed)
+    return _from_slopes(log_cdf, sign * ratio, nodes, weights, spread)
 
 
-def _inverse_mills_ratio(x: Tensor) -> Tensor:
-    r""":math:`\phi(x) / \Phi(x)`, by the scaled complementary error function.
+def _log_cdf_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    r""":math:`\log\Phi(x)` and its slope :math:`\phi(x) / \Phi(x)`, from one special function.
 
-    Beyond 12 it is zero but for 1e-31, and the latter would overflow.
+    With :math:`u = \mathrm{erfcx}(|x| / \sqrt 2)`, which neither overflows nor underflows,
+    :math:`\Phi(-|x|) = \frac12 u e^{-x^2/2}`.
     """
-    return math.sqrt(2 / math.pi) / torch.special.erfcx(x.clamp_max(12.0) * -math.sqrt(0.5))
+    negative = x < 0
+    size = torch.where(negative, -x, x)  # unlike abs(), with a slope at zero
+    scaled = torch.special.erfcx(size * math.sqrt(0.5))
+    exponent = -0.5 * x.square()
+    density = exponent.exp()
+    tail = 0.5 * scaled * density
+    log_cdf = torch.where(negative, (0.5 * scaled).log() + exponent, (-tail).log1p())
+    slope = torch.where(negative, 1 / scaled, 0.5 * density / (1 - tail))
+    return log_cdf, math.sqrt(2 / math.pi) * slope
 
 
 @rule_for(expectations, PoissonLikelihood)
@@ -258,10 +266,9 @@ def _binomial(
     if likelihood.link == "logit":
         value, slope = targets * f - N * torch.nn.functional.softplus(f), targets - N * f.sigmoid()
     else:
-        right, left = torch.special.log_ndtr(f), torch.special.log_ndtr(-f)
+        (right, rise), (left, fall) = _log_cdf_and_slope(f), _log_cdf_and_slope(-f)
         value = targets * right + (N - targets) * left
-        slope = targets * _inverse_mills_ratio(f)
-        slope = slope - (N - targets) * _inverse_mills_ratio(-f)
+        slope = targets * rise - (N - targets) * fall
     value, alpha, beta = _from_slopes(value, slope, nodes, weights, spread)
     log_choose = (N + 1).lgamma() - (targets + 1).lgamma() - (N - targets + 1).lgamma()
     return Expectations(value + log_choose, alpha, beta)

@@ -7,11 +7,12 @@ from gpytorch.constraints import Interval
 from gpytorch.likelihoods import LaplaceLikelihood, Likelihood, StudentTLikelihood
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.likelihoods.traits import is_real_valued
 
 
 def noise_floor(
-    likelihood: Likelihood, targets: Tensor
+    likelihood: Likelihood, targets: Tensor, ranks: Ranks = ALONE
 ) -> dict[str, tuple[float | None, float | None]]:
     r"""Bounds for the noise of real-valued observations that are not Gaussian.
 
@@ -25,16 +26,20 @@ def noise_floor(
     Args:
         likelihood: The likelihood.
         targets: ``... x n`` targets, as the likelihood observes them.
+        ranks: The processes that have such targets.
 
     Returns:
         Bounds of the raw parameter, by its name; none if there is nothing to bound.
     """
-    if not isinstance(likelihood, StudentTLikelihood | LaplaceLikelihood) or targets.shape[-1] < 2:
+    if not isinstance(likelihood, StudentTLikelihood | LaplaceLikelihood):
         return {}
     constraint: Interval = likelihood.raw_noise_constraint
     if not is_real_valued(likelihood) or float(constraint.lower_bound.max()) > 0:
         return {}
-    variance = targets.detach().var(-1).min()
+    targets = ranks.gather(targets.detach())
+    if targets.shape[-1] < 2:
+        return {}
+    variance = targets.var(-1).min()
     floor = (MIN_INFERRED_NOISE_LEVEL * variance).minimum(likelihood.noise.detach().min())
     if not float(floor) > 0:
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     DirichletClassificationLikelihood,
@@ -62,6 +63,9 @@ def precision_floor(likelihood: Likelihood) -> float | None:
     posterior would not maximise the evidence lower bound. Without one, step sizes must keep the
     posterior precision positive: see `seqgp.dual.natural_gradient.fixed_point`.
     """
+    each = getattr(likelihood, "likelihoods", None)  # of tasks
+    if isinstance(each, torch.nn.ModuleList):
+        return 0.0 if all(precision_floor(part) == 0.0 for part in each) else None
     return 0.0 if is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE) else None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.likelihoods.ties import TieLikelihood
 from seqgp.validation import check_finite, check_tensor
 
 
@@ -59,6 +60,67 @@ def check_comparisons(comparisons: Any, num_items: int, name: str = "comparisons
             f"{int(indices[..., 0][same][0])} twice in a row."
         )
     return indices
+
+
+def choices_as_comparisons(choices: Tensor) -> Tensor:
+    r"""Choices of the best one of ``k`` items, as comparisons of it with each of the others.
+
+    A person who chooses item :math:`1` of :math:`k` with probability :math:`e^{f_1} / \sum_j
+    e^{f_j}` does so at least with the product of the logistic probabilities of these comparisons,
+
+    .. math:: \frac{e^{f_1}}{\sum_j e^{f_j}} \ge \prod_{j > 1} \sigma(f_1 - f_j),
+
+    because :math:`\prod_j (1 + a_j) \ge 1 + \sum_j a_j` for :math:`a_j = e^{f_j - f_1} > 0`
+    (Titsias, 2016: "One-vs-each"). So a `PreferenceGP` with a `PairwiseLogitLikelihood` maximises
+    a lower bound of the evidence of the choices, which is tight for ``k = 2`` and where the choice
+    is certain. Losers are not compared with each other.
+
+    Args:
+        choices: ``... x n x k`` indices of items, the chosen one first in each row.
+
+    Returns:
+        ``... x n (k - 1) x 2`` comparisons.
+
+    Example:
+        >>> choices_as_comparisons(torch.tensor([[4, 0, 1], [2, 3, 4]])).tolist()
+        [[4, 0], [4, 1], [2, 3], [2, 4]]
+    """
+    check_tensor(choices, "choices")
+    if choices.dim() < 2 or choices.shape[-1] < 2:
+        raise ValueError(
+            "choices: expected shape ... x n x k, the indices of at least two items in each row, "
+            f"the chosen one first, got {tuple(choices.shape)}."
+        )
+    others = choices[..., 1:]
+    pairs = torch.stack([choices[..., :1].expand_as(others), others], -1)
+    return pairs.flatten(-3, -2)
+
+
+def outcomes(likelihood: Likelihood, pairs: Tensor, ties: Tensor | None) -> Tensor:
+    """``... x k``, what was observed of comparisons: that they were won, or tied.
+
+    Args:
+        likelihood: The likelihood of the differences.
+        pairs: ``... x k x 2 x d``, the items of each comparison, the preferred one first.
+        ties: ``... x k``, which of the comparisons were ties instead; ``None`` for none of them.
+    """
+    shape = pairs.shape[:-2]
+    allowed = isinstance(likelihood, TieLikelihood)
+    won = pairs.new_full(shape, 2.0 if allowed else 1.0)
+    if ties is None:
+        return won
+    check_tensor(ties, "ties")
+    if ties.dtype != torch.bool or ties.shape[-1:] != shape[-1:]:
+        raise ValueError(
+            f"ties: expected {shape[-1]} booleans, one for each comparison, got shape "
+            f"{tuple(ties.shape)} of {ties.dtype}."
+        )
+    if not allowed:
+        raise ValueError(
+            f"ties: {type(likelihood).__name__} has none; build the model with "
+            "likelihood=seqgp.TieLikelihood()."
+        )
+    return won - ties.to(won)
 
 
 def compared_items(items: Tensor, comparisons: Tensor) -> Tensor:
@@ -99,16 +161,16 @@ def comparison_likelihood(likelihood: Likelihood | None) -> Likelihood:
         return BernoulliLikelihood()
     if isinstance(likelihood, PairwiseLogitLikelihood):
         return BinomialLikelihood(total_count=1, link="logit")
-    if isinstance(likelihood, BernoulliLikelihood | BinomialLikelihood):
+    if isinstance(likelihood, BernoulliLikelihood | BinomialLikelihood | TieLikelihood):
         return likelihood
     raise TypeError(
-        "likelihood: expected BoTorch's PairwiseProbitLikelihood or PairwiseLogitLikelihood, got "
-        f"{type(likelihood).__name__}."
+        "likelihood: expected BoTorch's PairwiseProbitLikelihood or PairwiseLogitLikelihood, or a "
+        f"TieLikelihood, got {type(likelihood).__name__}."
     )
 
 
 def default_kernel(dim: int, batch_shape: torch.Size) -> Kernel:
-    """The kernel of `botorch.models.PairwiseGP`, with its priors, constraints and initial values.
+    """The kernel of `botorch.models.PairwiseGP`, with its priors and initial values.
 
     Differences say nothing about the level of the utility, and their noise has a scale of one, so
     the outputscale is kept where probabilities do not saturate.
@@ -128,5 +190,7 @@ def default_kernel(dim: int, batch_shape: torch.Size) -> Kernel:
             lengthscale_constraint=GreaterThan(1e-4, transform=None, initial_value=mode),
         ),
         outputscale_prior=SmoothedBoxPrior(a=low, b=high),
-        outputscale_constraint=Interval(low * 0.5, high * 2.0, initial_value=1.0),
+        # That of `PairwiseGP` is wider. But beyond the box the prior is so steep that line searches
+        # of L-BFGS fail there, where easy comparisons want a large outputscale.
+        outputscale_constraint=Interval(low, high, initial_value=1.0),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,7 @@ from botorch.models.utils.gpytorch_modules import (
     get_covar_module_with_dim_scaled_prior,
     get_gaussian_likelihood_with_lognormal_prior,
 )
-from botorch.models.utils.inducing_point_allocators import (
-    GreedyVarianceReduction,
-    InducingPointAllocator,
-)
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import (
@@ -30,6 +27,7 @@ from gpytorch.means import ConstantMean, Mean
 from gpytorch.priors import NormalPrior
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.likelihoods.traits import (
     has_one_latent,
     is_conjugate,
@@ -38,6 +36,7 @@ from seqgp.likelihoods.traits import (
 )
 from seqgp.models.outcomes import default_transform, transform_observations
 from seqgp.observations import Observations
+from seqgp.streaming.greedy_allocator import GreedyAllocator
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT, fill_up
 from seqgp.validation import (
     check_coefficients,
@@ -100,8 +99,13 @@ def assemble(
     likelihood_arguments: Mapping[str, Any] | None,
     coefficients: Tensor | None,
     num_outputs: int | None,
+    ranks: Ranks = ALONE,
 ) -> Parts:
-    """The parts of a model, from the arguments of `SequentialGP`, which documents them."""
+    """The parts of a model, from the arguments of `SequentialGP`, which documents them.
+
+    Transforms learn their statistics from the data of all ranks, and inducing points are chosen
+    among these; what is returned are the observations of this one.
+    """
     observed_X, points = train_X, train_X
     if coefficients is not None:
         check_coefficients(coefficients, train_X, "train_X")
@@ -132,17 +136,26 @@ def assemble(
     if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
         train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
     flat = train_X if coefficients is None else train_X.flatten(-3, -2)
+    all_Y = ranks.gather(train_Y, -2)
+    all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        X = flat
+        # What nobody needs of others stays where it is.
+        chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
+        all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:
             input_transform.to(train_X).train()
-            X = input_transform(flat)
+            all_X = input_transform(all_X)
+        X = all_X
+        if chosen and not ranks.alone:
+            first = sum(ranks.counts(flat.shape[-2])[: ranks.rank])
+            X = all_X[..., first : first + flat.shape[-2], :]
         at = X[..., : points.shape[-2], :] if coefficients is None else points
         if is_default:
-            outcomes = default_transform(train_Y, likelihood, coefficients is not None)
+            outcomes = default_transform(all_Y, likelihood, coefficients is not None)
         elif outcomes is not None:
             outcomes.to(train_X).train()
-            outcomes(train_Y, train_Yvar, X=at)  # learns its statistics, if it has any
+            # Learns its statistics, if it has any.
+            outcomes(all_Y, all_Yvar, X=ranks.gather(at, -2))
         if outcomes is not None:
             train_Y, train_Yvar = transform_observations(
                 outcomes, train_Y, train_Yvar, at, coefficients
@@ -155,7 +168,8 @@ def assemble(
         if noise is None:
             likelihood = get_gaussian_likelihood_with_lognormal_prior(aug_batch_shape)
         else:
-            likelihood = FixedNoiseGaussianLikelihood(noise, batch_shape=aug_batch_shape)
+            all_noise = ranks.gather(noise)
+            likelihood = FixedNoiseGaussianLikelihood(all_noise, batch_shape=aug_batch_shape)
     likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
     arguments = _arguments(given_arguments, train_Y.shape)
     if noise is not None:
@@ -189,9 +203,10 @@ def assemble(
             _check_scaling(X, train_Y, train_Yvar, likelihood, coefficients is not None)
         covar_module = get_covar_module_with_dim_scaled_prior(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
-        ).to(X)
+        )
+    covar_module = covar_module.to(X)
     # Functionals of the same points, such as comparisons of an item with others, repeat them.
-    candidates = X if coefficients is None or X.dim() > 2 else distinct(X)[0]
+    candidates = all_X if coefficients is None or all_X.dim() > 2 else distinct(all_X)[0]
     Z = choose_inducing_points(candidates, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
         Z = Z.unsqueeze(-3)
@@ -431,7 +446,7 @@ def choose_inducing_points(
         return X
     if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
         covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
-    allocator = GreedyVarianceReduction() if allocator is None else allocator
+    allocator = GreedyAllocator() if allocator is None else allocator
     chosen = [
         allocator.allocate_inducing_points(x, covar_module, number, torch.Size())
         for x in X.reshape(-1, *X.shape[-2:])
@@ -441,6 +456,20 @@ def choose_inducing_points(
         chosen = [fill_up(Z, x, number) for Z, x in each]
     number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
+
+
+def discrete_columns(dims: Sequence[int], d: int) -> tuple[int, ...]:
+    """Indices of discrete columns, checked, and counted from the first.
+
+    Args:
+        dims: The indices; negative ones count from the last column.
+        d: The number of columns.
+    """
+    if isinstance(dims, str) or not isinstance(dims, Sequence):
+        raise TypeError(f"discrete_dims: expected a list of columns, got {dims!r:.50}.")
+    if any(not is_whole(i) or not -d <= i < d for i in dims):
+        raise ValueError(f"discrete_dims: expected columns of {d} inputs, got {list(dims)!r:.80}.")
+    return tuple(sorted({int(i) % d for i in dims}))
 
 
 def distinct(points: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,9 +24,11 @@ from seqgp.likelihoods.traits import precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT
+from seqgp.streaming.state import StreamState
 from seqgp.validation import check_count, check_flag, check_number, check_step_size
 from seqgp.variational.elbo import DualELBO
-from seqgp.variational.optimise import adam, learnable_parameters, turning_back
+from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -36,6 +40,9 @@ SITE_TOLERANCE = 1e-5
 
 #: Nats by which another round, with inducing points chosen anew, has to raise the bound.
 ROUND_TOLERANCE = 0.1
+
+#: Iterations of L-BFGS that move inducing points, once they have been chosen.
+MOVES = 100
 
 #: Relative change of the bound from epoch to epoch at which minibatches have converged.
 EPOCH_TOLERANCE = 1e-4
@@ -50,8 +57,14 @@ class FittedModel(DataModel, Protocol):
         """Inducing points for the present kernel."""
         ...
 
-    def natural_gradient_step(self, observations: Observations, rho: float) -> None:
+    def natural_gradient_step(
+        self, observations: Observations, rho: float, num_data: int | None = None
+    ) -> None:
         """One step on a minibatch."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Hyperparameters and inducing points by name."""
         ...
 
     def __call__(self, inputs: Tensor) -> Any:
@@ -80,9 +93,11 @@ def fit(
     points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
     under the hyperparameters that were found, for another round, while that raises the bound (Burt
     et al., 2020). Meanwhile there are as many as there may be, since few of them favour smooth
-    functions; those that turn out not to be needed are dropped at the end. Data sets that are too
-    large for that come in minibatches, each a natural-gradient step and an Adam step, until the
-    bound no longer rises.
+    functions; those that turn out not to be needed are dropped at the end. If the user has asked
+    for so few that the model could do with more, one round is followed by a number of iterations
+    in which they move by gradient: no inputs are as good as the best of all places. Data sets that
+    are too large for that come in minibatches, each a natural-gradient step and an Adam step, until
+    the bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
@@ -101,6 +116,9 @@ def fit(
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
     model.check_not_fantasy()
+    ranks = model.variational_strategy.ranks
+    if not ranks.alone:
+        _check_shared(mll, closure, optimizer_kwargs)
     check_count(batch_size, "batch_size")
     check_count(epochs, "epochs")
     check_count(rounds, "rounds", optional=False)
@@ -124,19 +142,65 @@ def fit(
     m = model.variational_strategy.inducing_points.shape[-2]
     if batch_size is None and model.num_data * m > FULL_BATCH_ELEMENTS:
         batch_size = 1024
-    sites = None
-    if batch_size is None:
-        sites = _fit_full_batch(
-            model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs
-        )
-    else:
-        objective.train()
-        _fit_minibatches(
-            model, objective, _Minibatches(batch_size, epochs, learning_rate, rho, progress)
-        )
-        model.variational_strategy.inducing_points.requires_grad_(model.fits_inducing_points)
-    model.refresh(start=sites)
+    with _on_all_ranks(model):
+        sites = None
+        if batch_size is None:
+            sites = _fit_full_batch(
+                model, objective, optimizer_kwargs or {}, rounds, progress, **kwargs
+            )
+        else:
+            objective.train()
+            source = _minibatches_at_hand(model, batch_size)
+            fit_minibatches(model, objective, source, epochs, learning_rate, rho, progress)
+            model.variational_strategy.inducing_points.requires_grad_(model.fits_inducing_points)
+        model.refresh(start=sites)
     return mll.eval()
+
+
+def _check_shared(
+    mll: MarginalLogLikelihood,
+    closure: Callable[[], Any] | None,
+    optimizer_kwargs: dict[str, Any] | None,
+) -> None:
+    """Raise if several processes could not do together what they are asked for."""
+    approximate = isinstance(mll, _ApproximateMarginalLogLikelihood)
+    if closure is not None or (approximate and not (isinstance(mll, DualELBO) and mll.beta == 1)):
+        raise ValueError(
+            "mll: with a process_group, the objective is a DualELBO with beta=1 (or an exact "
+            "marginal log likelihood in its place), without a closure of your own."
+        )
+    if (optimizer_kwargs or {}).get("timeout_sec") is not None:
+        raise ValueError(
+            "timeout_sec: processes with clocks of their own would stop at different steps; pass "
+            'options={"maxiter": ...}.'
+        )
+
+
+@contextmanager
+def _on_all_ranks(model: FittedModel) -> Iterator[None]:
+    """A fit by several processes: they draw the same random numbers, and fail together.
+
+    If they fail, hyperparameters and posterior are what they were before.
+    """
+    strategy = model.variational_strategy
+    if strategy.ranks.alone:
+        yield
+        return
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = {name: tensor.detach().clone() for name, tensor in strategy.tensors().items()}
+    try:
+        with strategy.ranks.together(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            yield
+            strategy.ranks.agree()
+    except BaseException:
+        strategy.set_tensors(state)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name != "variational_strategy.inducing_points":
+                    parameter.copy_(parameters[name])
+        model.note_hyperparameters()
+        raise
 
 
 def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
@@ -147,7 +211,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         mll: As for `fit`.
 
     Returns:
-        A tensor of the batch shape of the model.
+        A tensor of the batch shape of the model; if several processes share the data, its sum.
     """
     model.check_not_fantasy()
     if isinstance(mll, _ApproximateMarginalLogLikelihood) and not isinstance(mll, DualELBO):
@@ -156,8 +220,16 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
         return -value
     dual = mll if isinstance(mll, DualELBO) else DualELBO(mll.likelihood, model)
-    bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
-    return -dual.with_priors(bound, max(model.num_data, 1))
+
+    def own() -> Tensor:
+        bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
+        return -dual.with_priors(bound, max(model.num_data, 1))
+
+    ranks = model.variational_strategy.ranks
+    if ranks.alone:
+        return own()
+    parameters = get_parameters(dual, requires_grad=True)
+    return shared_loss(lambda: own().sum(), parameters, ranks)()
 
 
 def _is_exact(model: FittedModel) -> bool:
@@ -186,7 +258,8 @@ def _fit_full_batch(
     }
     if not parameters:
         return None
-    bounds = noise_floor(model.likelihood, model.stream.observations.targets)
+    targets = model.stream.observations.targets
+    bounds = noise_floor(model.likelihood, targets, model.variational_strategy.ranks)
     bounds |= optimizer_kwargs.get("bounds") or {}
     optimizer_kwargs = {"parameters": parameters, **optimizer_kwargs}
     if bounds:
@@ -204,7 +277,8 @@ def _fit_full_batch(
         nonlocal sites
         sites = None
 
-    guarded_loss = turning_back(converged_loss, parameters, forget_sites)
+    whole = shared_loss(converged_loss, parameters, strategy.ranks)
+    guarded_loss = turning_back(whole, parameters, forget_sites)
 
     def dual_loss() -> Tensor:
         bar.update()
@@ -220,7 +294,8 @@ def _fit_full_batch(
     chosen = _chosen_anew(model, covers)
     best: tuple[float, dict[str, Tensor]] | None = None
     batch_shape = strategy.inducing_points.shape[:-2]
-    for _ in range(rounds if chosen else 1):
+    moves = chosen and dual and model.changes_inducing_points and model.max_inducing < DEFAULT_LIMIT
+    for _ in range(rounds if chosen and not moves else 1):
         if chosen:
             Z = model.choose_inducing_points(model.max_inducing, fills_up=True)
             strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
@@ -248,9 +323,21 @@ def _fit_full_batch(
         Z = model.choose_inducing_points(model.max_inducing)
         strategy.start_from(Z.reshape(*batch_shape, *Z.shape[-2:]))
         sites = None
+    if best is not None and moves and strategy.inducing_points.shape[-2] == model.max_inducing:
+        Z = strategy.inducing_points.requires_grad_(True)
+        parameters |= {"model.variational_strategy.inducing_points": Z}
+        options = {"maxiter": MOVES, **optimizer_kwargs.get("options", {})}
+        _fit_fallback(
+            mll,
+            closure=ForwardBackwardClosure(objective, parameters),
+            optimizer_kwargs={**optimizer_kwargs, "parameters": parameters, "options": options},
+            **kwargs,
+        )
+        Z.requires_grad_(model.fits_inducing_points)
+        mll.train()
     if covers:  # the inputs may be transformed by what was learnt
         with torch.no_grad():
-            Z = model.transformed(model.stream.observations).points
+            Z = model.stream.gather(model.transformed(model.stream.observations).points, -2)
         strategy.start_from(Z.reshape(strategy.inducing_points.shape))
     if dual:
         with torch.no_grad():
@@ -266,60 +353,114 @@ def _chosen_anew(model: FittedModel, covers: bool) -> bool:
     return not (fixed or strategy.has_summary) and model.num_data > 0
 
 
-class _Minibatches(NamedTuple):
-    size: int
-    epochs: int | None
-    learning_rate: float
-    rho: float
-    progress: bool
+class Minibatches(NamedTuple):
+    """Where minibatches come from.
+
+    Attributes:
+        num_data: The number of all observations.
+        per_epoch: The number of minibatches in an epoch.
+        epoch: Called for each epoch: its minibatches, as the model stores them.
+        targets: ``... x k`` targets that tell their scale.
+    """
+
+    num_data: int
+    per_epoch: int
+    epoch: Callable[[], Iterable[Observations]]
+    targets: Tensor
 
 
-def _fit_minibatches(
-    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, options: _Minibatches
-) -> None:
+def _minibatches_at_hand(model: FittedModel, size: int) -> Minibatches:
+    """Those of the observations that a model holds, in a random order."""
     data, n = model.stream.observations, model.num_data
-    moves = model.fits_inducing_points or not model.inducing_points_cover_data
-    parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
-    bounds |= noise_floor(model.likelihood, data.targets)
-    most = 500 if options.epochs is None else options.epochs
-    per_epoch = -(-n // options.size)
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)
+
+    def epoch() -> Iterator[Observations]:
+        order = torch.randperm(n, generator=generator, device="cpu").to(data.inputs.device)
+        return map(data.select, _own_minibatches(order, size, model.stream))
+
+    return Minibatches(n, -(-n // size), epoch, data.targets)
+
+
+def fit_minibatches(
+    model: FittedModel,
+    mll: _ApproximateMarginalLogLikelihood,
+    source: Minibatches,
+    epochs: int | None,
+    learning_rate: float,
+    rho: float,
+    progress: bool,
+) -> None:
+    """For each minibatch a natural-gradient step, and a step of Adam on hyperparameters.
+
+    Args:
+        model: The model.
+        mll: A bound, in train mode.
+        source: The minibatches.
+        epochs: Passes over the data, after which the learning rate is zero; by default until the
+            bound no longer grows.
+        learning_rate: Of Adam.
+        rho: Step size of the natural gradient.
+        progress: Whether to show a progress bar.
+    """
+    ranks = model.variational_strategy.ranks
+    moves = model.fits_inducing_points or not model.inducing_points_cover_data
+    parameters, bounds = learnable_parameters(mll, moves and model.changes_inducing_points)
+    bounds |= noise_floor(model.likelihood, source.targets, ranks)
+    most, per_epoch = 500 if epochs is None else epochs, source.per_epoch
     schedules: list[Any] = []
 
     def losses() -> Iterator[Callable[[], Tensor]]:
         for _ in range(most):
-            order = torch.randperm(n, generator=generator, device="cpu").to(data.inputs.device)
-            for index in order.split(options.size):
-                part = data.select(index)
-                model.natural_gradient_step(part, options.rho)
-                yield partial(_loss, model, mll, part)
+            for part in source.epoch():
+                model.natural_gradient_step(part, rho, source.num_data)
+                yield shared_loss(partial(_loss, model, mll, part), parameters, ranks)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
-        if options.epochs is not None:
-            steps = options.epochs * per_epoch
+        if epochs is not None:
+            steps = epochs * per_epoch
             return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         schedules.append(_Halving(optimizer))
         return schedules[0]
 
     total, values = most * per_epoch, []
     with progress_bar(
-        total=total, desc="fit", unit=" steps", disable=None if options.progress else True
+        total=total, desc="fit", unit=" steps", disable=None if progress else True
     ) as bar:
-        for value in adam(losses(), parameters, bounds, options.learning_rate, scheduler):
+        for value in adam(losses(), parameters, bounds, learning_rate, scheduler):
             bar.update()
             bar.set_postfix(elbo=f"{-value.item():.4f}", refresh=False)
             values.append(value)
-            if options.epochs is None and len(values) == per_epoch:
+            if epochs is None and len(values) == per_epoch:
                 epoch, values = float(torch.stack(values).mean()), []
                 if schedules[0].epoch(epoch):
                     return
-    if options.epochs is None:
+    if epochs is None:
         warnings.warn(
             f"The fit has not converged after {most} epochs of minibatches; pass epochs= for more.",
             OptimizationWarning,
             stacklevel=2,
         )
+
+
+def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[Tensor]:
+    """Indices of this rank's observations in each minibatch of all that the ranks hold.
+
+    Args:
+        order: The observations of all ranks in the order in which they are learnt.
+        size: Of a minibatch.
+        stream: The stream, which knows the positions of those of this rank.
+    """
+    if stream.shard is None:
+        yield from order.split(size)
+        return
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    place, own = place[stream.shard.position].sort()
+    ends = torch.arange(0, len(order) + size, size, device=order.device).clamp_max(len(order))
+    bounds = torch.searchsorted(place, ends).tolist()
+    for first, last in pairwise(bounds):
+        yield own[first:last]
 
 
 def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:

@@ -48,7 +48,25 @@ def load_state(
         assign: Whether to take on the precision and the device of the state.
     """
     model.check_not_fantasy()
-    state = dict(state)
+    ranks = model.variational_strategy.ranks
+    with ranks.together():
+        draft, like = _loaded(model, dict(state), strict, keep_transforms, assign)
+        ranks.agree()
+    with model.guard.reading:
+        if like is not None:
+            model.to(like)
+        adopt(model, draft)
+        for module in model.modules():
+            if isinstance(module, Prior):
+                module.load_state_dict(module.state_dict())  # from its buffers to its distribution
+        _set_fixed_noise(model)
+        model.note_hyperparameters()
+
+
+def _loaded(
+    model: DataModel, state: dict[str, Any], strict: bool, keep_transforms: bool, assign: bool
+) -> tuple[DataModel, Tensor | None]:
+    """A draft with a state, and a tensor of its precision and device if they are to be taken on."""
     own = model.variational_strategy
     saved = {name: state[_STRATEGY + name] for name in TENSORS if _STRATEGY + name in state}
     _check_tensors(saved, own.inducing_points.shape[-1])
@@ -65,15 +83,7 @@ def load_state(
     if raw is not None:
         _transform_again(draft, *raw)
     _choose_inducing_points(draft, saved, covers)
-    with model.guard.reading:
-        if like is not None:
-            model.to(like)
-        adopt(model, draft)
-        for module in model.modules():
-            if isinstance(module, Prior):
-                module.load_state_dict(module.state_dict())  # from its buffers to its distribution
-        _set_fixed_noise(model)
-        model.note_hyperparameters()
+    return draft, like
 
 
 def _check_tensors(saved: Mapping[str, Any], dim: int) -> None:
@@ -197,7 +207,7 @@ def _transform_again(draft: DataModel, Y: Tensor, noise: Tensor | None) -> None:
     if noise is not None:
         arguments["noise"] = draft.to_targets(noise)
     held = replace(held, targets=draft.to_targets(Y), arguments=arguments)
-    draft.stream = replace(draft.stream, observations=held)
+    draft.stream = replace(draft.stream, observations=held).noting_noise()
     _set_fixed_noise(draft)
 
 
@@ -205,7 +215,7 @@ def _set_fixed_noise(model: DataModel) -> None:
     """The noise that a likelihood holds for its data is that of the observations."""
     noise = model.stream.observations.arguments.get("noise")
     if noise is not None and isinstance(model.likelihood, FixedNoiseGaussianLikelihood):
-        model.likelihood.noise_covar.noise = noise
+        model.likelihood.noise_covar.noise = model.stream.gather(noise)
 
 
 # -------------------------------------------------------------------- inducing points
@@ -225,6 +235,7 @@ def _choose_inducing_points(draft: DataModel, saved: Mapping[str, Tensor], cover
     Z = saved.get("inducing_points")
     if covers:
         points = draft.transform_train_inputs(draft.stream.observations.points)
+        points = draft.stream.gather(points, -2)
         points = points.reshape(own.shape)
         if complete and torch.equal(tensors["inducing_points"], points):
             _start_from(draft, tensors)

@@ -34,6 +34,7 @@ from torch.distributions import (
 )
 
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.likelihoods.by_task import TaskDistribution
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
 from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.logit_normal_binomial import LogitNormalBinomial
@@ -158,17 +159,22 @@ class ObservationPosterior(Posterior):
 
     @property
     def probabilities(self) -> Tensor:
-        """The probability of each class, ``... x q x c``, if observations are classes."""
+        """The probability of each class, ``... x q x c``, if observations are classes or labels."""
         mean, variance = self.latent.mean, self.latent.variance
+        if not self.several_latents and mean.shape[-1] > 1:
+            raise UnsupportedError(
+                f"Probabilities of classes: expected one output, got {mean.shape[-1]}; select one "
+                "with output_indices, or use the mean, which is the probability of a label 1."
+            )
         if isinstance(self.likelihood, SoftmaxLikelihood) and (
             self.likelihood.mixing_weights is None
         ):
             return softmax_normaliser(mean, variance)[1]
-        if isinstance(self.likelihood, BernoulliLikelihood):
-            positive = self.mean
-            return torch.cat([1 - positive, positive], -1)
         nodes, weights = self._nodes(mean)
         conditional = self._conditional(mean + variance.sqrt() * nodes)
+        if isinstance(conditional, Bernoulli):
+            positive = self.mean
+            return torch.cat([1 - positive, positive], -1)
         if not isinstance(conditional, Categorical):
             raise UnsupportedError(
                 f"Observations of a {type(self.likelihood).__name__} are not classes."
@@ -254,6 +260,11 @@ def quantile(distribution: Distribution, u: Tensor) -> Tensor:
             f"No inverse CDF is known for {type(distribution).__name__}, which is needed to sample "
             "observations; register one with @seqgp.models.posteriors.quantile.register."
         ) from None
+
+
+@quantile.register(TaskDistribution)
+def _task_quantile(distribution: TaskDistribution, u: Tensor) -> Tensor:
+    return distribution.chosen(lambda each: quantile(each, u))
 
 
 @quantile.register(Bernoulli)

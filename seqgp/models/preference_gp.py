@@ -21,13 +21,15 @@ from gpytorch.means import ConstantMean, Mean
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from seqgp.likelihoods import log_predictive
+from seqgp.distributed import Ranks
+from seqgp.likelihoods import TieLikelihood, log_predictive
 from seqgp.models.comparisons import (
     check_comparisons,
     compared_items,
     comparison_likelihood,
     default_kernel,
     difference_coefficients,
+    outcomes,
 )
 from seqgp.models.construction import choose_inducing_points, distinct, frozen
 from seqgp.models.posteriors import ObservationPosterior
@@ -35,7 +37,7 @@ from seqgp.models.sequential_gp import SequentialGP
 from seqgp.observations import Observations
 from seqgp.streaming.guard import reads, writes
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT
-from seqgp.validation import check_inputs, check_instance, check_points
+from seqgp.validation import check_finite, check_inputs, check_instance, check_points
 
 
 class PreferenceGP(SequentialGP):
@@ -59,13 +61,19 @@ class PreferenceGP(SequentialGP):
         datapoints: ``batch_shape x n x d`` items.
         comparisons: ``batch_shape x k x 2`` indices of items, the preferred one first. With
             ``None``, nothing has been compared yet, and the posterior is the prior.
-        likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or `PairwiseLogitLikelihood`.
+        likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or
+            `PairwiseLogitLikelihood`; a `seqgp.TieLikelihood` if items can be equally good.
         covar_module: The kernel of the utility; by default that of `PairwiseGP`.
         input_transform: Applied to all items. Statistics that it learns are frozen at construction.
         mean_module: The mean; by default zero, since comparisons do not depend on it.
         inducing_points: As for `SequentialGP`; by default the items, up to a thousand of them.
         inducing_point_allocator: As for `SequentialGP`.
         learn_inducing_points: As for `SequentialGP`.
+        ties: ``batch_shape x k`` booleans, which of the comparisons were ties. With them, the
+            default likelihood is a `TieLikelihood`. `update`, `forget`, `leverage`,
+            `condition_on_observations` and `log_predictive_density` take them, too.
+        process_group: As for `SequentialGP`: each process passes comparisons of its own, and the
+            items of these. Items of several processes count once.
         options: ``jitter``, ``xtol``, ``maxfev``, ``consolidate_rtol`` and ``consolidate_atol`` of
             `PairwiseGP` are accepted and ignored: they belong to its approximation.
 
@@ -93,57 +101,68 @@ class PreferenceGP(SequentialGP):
         inducing_points: Tensor | int | None = None,
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
+        ties: Tensor | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        unknown = options.keys() - {"jitter", "xtol", "maxfev"}
-        unknown -= {"consolidate_rtol", "consolidate_atol"}
-        if unknown:
-            raise TypeError(f"{min(unknown)}: not an argument of PreferenceGP.")
-        if datapoints is None:
-            raise ValueError(
-                "datapoints: expected items, got None; to begin without comparisons, pass items "
-                "that could be compared and comparisons=None."
+        ranks = Ranks(process_group)
+        with ranks.together():
+            unknown = options.keys() - {"jitter", "xtol", "maxfev"}
+            unknown -= {"consolidate_rtol", "consolidate_atol"}
+            if unknown:
+                raise TypeError(f"{min(unknown)}: not an argument of PreferenceGP.")
+            if datapoints is None:
+                raise ValueError(
+                    "datapoints: expected items, got None; to begin without comparisons, pass "
+                    "items that could be compared and comparisons=None."
+                )
+            check_inputs(datapoints, name="datapoints")
+            if ranks.total(datapoints.shape[-2]) == 0:
+                raise ValueError("datapoints: expected at least one item, got none.")
+            check_instance(input_transform, InputTransform, "input_transform")
+            check_instance(covar_module, Kernel, "covar_module")
+            datapoints, n = datapoints.detach(), datapoints.shape[-2]
+            if comparisons is None:
+                comparisons = torch.empty(
+                    *datapoints.shape[:-2], 0, 2, dtype=torch.long, device=datapoints.device
+                )
+            pairs = compared_items(
+                datapoints, check_comparisons(comparisons, n).to(datapoints.device)
             )
-        check_inputs(datapoints, name="datapoints")
-        if datapoints.shape[-2] == 0:
-            raise ValueError("datapoints: expected at least one item, got none.")
-        check_instance(input_transform, InputTransform, "input_transform")
-        check_instance(covar_module, Kernel, "covar_module")
-        datapoints, n = datapoints.detach(), datapoints.shape[-2]
-        if comparisons is None:
-            comparisons = torch.empty(
-                *datapoints.shape[:-2], 0, 2, dtype=torch.long, device=datapoints.device
+            if likelihood is None and ties is not None:
+                likelihood = TieLikelihood()
+            likelihood = comparison_likelihood(likelihood).to(datapoints)
+            items = ranks.gather(datapoints, -2)
+            if not ranks.alone and items.dim() == 2:
+                items = distinct(items)[0]
+            if input_transform is not None:
+                with torch.no_grad():  # statistics are those of the items, each counted once
+                    items = input_transform.to(datapoints).train()(items)
+                input_transform = frozen(input_transform)
+            if covar_module is None:
+                covar_module = default_kernel(items.shape[-1], items.shape[:-2])
+            covar_module = covar_module.to(datapoints)
+            if mean_module is None:
+                mean_module = ConstantMean(batch_shape=items.shape[:-2])
+                mean_module.requires_grad_(False)
+            distinct_items = distinct(items)[0] if items.dim() == 2 else items
+            Z = choose_inducing_points(
+                distinct_items, inducing_points, covar_module, inducing_point_allocator
             )
-        pairs = compared_items(datapoints, check_comparisons(comparisons, n).to(datapoints.device))
-        likelihood = comparison_likelihood(likelihood)
-        items = datapoints
-        if input_transform is not None:
-            with torch.no_grad():  # statistics are those of the items, each counted once
-                items = input_transform.to(datapoints).train()(datapoints)
-            input_transform = frozen(input_transform)
-        if covar_module is None:
-            covar_module = default_kernel(items.shape[-1], items.shape[:-2])
-        covar_module = covar_module.to(datapoints)
-        if mean_module is None:
-            mean_module = ConstantMean(batch_shape=items.shape[:-2])
-            mean_module.requires_grad_(False)
-        distinct_items = distinct(items)[0] if items.dim() == 2 else items
-        Z = choose_inducing_points(
-            distinct_items, inducing_points, covar_module, inducing_point_allocator
-        )
-        super().__init__(
-            pairs,
-            pairs.new_ones(*pairs.shape[:-2], 1),
-            likelihood=likelihood,
-            covar_module=covar_module,
-            mean_module=mean_module,
-            outcome_transform=None,
-            input_transform=input_transform,
-            inducing_points=Z,
-            inducing_point_allocator=inducing_point_allocator,
-            learn_inducing_points=learn_inducing_points,
-            coefficients=difference_coefficients(likelihood, pairs),
-        )
+            super().__init__(
+                pairs,
+                outcomes(likelihood, pairs, ties).unsqueeze(-1),
+                likelihood=likelihood,
+                covar_module=covar_module,
+                mean_module=mean_module,
+                outcome_transform=None,
+                input_transform=input_transform,
+                inducing_points=Z,
+                inducing_point_allocator=inducing_point_allocator,
+                learn_inducing_points=learn_inducing_points,
+                coefficients=difference_coefficients(likelihood, pairs),
+                process_group=process_group,
+            )
         if not isinstance(inducing_points, Tensor):  # they are the model's to choose
             self.keeps_inducing_points = False
             self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
@@ -159,6 +178,14 @@ class PreferenceGP(SequentialGP):
     def comparisons(self) -> Tensor:
         """``k x 2``, the comparisons that the model holds, as indices of `datapoints`."""
         return self._items_and_comparisons()[1]
+
+    @property
+    def ties(self) -> Tensor:
+        """``k``, which of the `comparisons` are ties; the order of their items means nothing."""
+        targets = self.stream.observations.targets
+        if not isinstance(self.likelihood, TieLikelihood):
+            return torch.zeros_like(targets, dtype=torch.bool)
+        return targets == 1
 
     @reads
     def _items_and_comparisons(self) -> tuple[Tensor, Tensor]:
@@ -200,15 +227,17 @@ class PreferenceGP(SequentialGP):
             X: ``batch_shape x n x d`` items.
             Y: ``batch_shape x k x 2`` indices of these, the preferred item first.
             noise: Not for comparisons.
-            arguments: Likewise.
+            arguments: ``ties``, if there are any.
         """
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
+        arguments = dict(arguments)
+        ties = arguments.pop("ties", None)
         pairs = self._compared(X, Y)
         coefficients = difference_coefficients(self.likelihood, pairs)
         return super().checked(
             pairs,
-            pairs.new_ones(*pairs.shape[:-2], 1),
+            outcomes(self.likelihood, pairs, ties).unsqueeze(-1),
             None,
             {**arguments, "coefficients": coefficients},
         )
@@ -216,6 +245,7 @@ class PreferenceGP(SequentialGP):
     def _compared(self, X: Tensor, Y: Tensor) -> Tensor:
         """``... x k x 2 x d``, the items of comparisons, checked."""
         check_points(X, self.num_inputs, "X")
+        check_finite(X, "X", -2)
         X = self.in_precision(X)
         return compared_items(X, check_comparisons(Y, X.shape[-2], "Y").to(X.device))
 
@@ -238,10 +268,13 @@ class PreferenceGP(SequentialGP):
         """
         if datapoints is None or comparisons is None:
             return
-        data = self.checked(datapoints, comparisons, None, {})
-        if strict and len(data) != self.num_data:
-            raise ValueError(f"comparisons: expected {self.num_data}, got {len(data)}.")
-        self.stream = type(self.stream).begin(data)
+        ranks = self.variational_strategy.ranks
+        with ranks.together():
+            data = self.checked(datapoints, comparisons, None, {})
+            number = ranks.total(len(data))
+            if strict and number != self.num_data:
+                raise ValueError(f"comparisons: expected {self.num_data}, got {number}.")
+        self.stream = type(self.stream).begin(data, ranks)
         Z = self.choose_inducing_points(max(self.max_inducing, 1))
         if not self.keeps_inducing_points:
             self.variational_strategy.start_from(Z)
@@ -279,7 +312,8 @@ class PreferenceGP(SequentialGP):
 
         Returns:
             A posterior over ``... x k x 1`` answers, jointly, 1 if the first item is preferred, and
-            0 otherwise. Its mean is the probability of a 1.
+            0 otherwise. Its mean is the probability of a 1. With a `TieLikelihood`, answers are 2
+            if the first item is preferred, 1 for a tie, and 0 otherwise.
 
         Example:
             >>> import torch
@@ -314,25 +348,34 @@ class PreferenceGP(SequentialGP):
 
     @torch.no_grad()
     @reads
-    def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+    def log_predictive_density(
+        self, X: Tensor, targets: Tensor, ties: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
         """``... x k``, the log probability of comparisons.
 
         Args:
             X: ``... x n x d`` items.
             targets: ``... x k x 2`` indices of these, the preferred item first.
+            ties: ``... x k``, which of the comparisons are ties.
             arguments: There are none.
         """
         pairs = self._compared(X, targets)
+        answers = outcomes(self.likelihood, pairs, ties)
         # Each by itself: pairs are a batch, so that covariances between them are not formed.
         h = self._differences(pairs)
         mean, variance = h.mean.squeeze(-1), h.variance.squeeze(-1)
-        return log_predictive(self.likelihood, torch.ones_like(mean), mean, variance, **arguments)
+        return log_predictive(self.likelihood, answers, mean, variance, **arguments)
 
     # ---------------------------------------------------------------- conditioning
 
     @reads
     def condition_on_observations(
-        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+        self,
+        X: Tensor,
+        Y: Tensor,
+        noise: Tensor | None = None,
+        ties: Tensor | None = None,
+        **kwargs: Any,
     ) -> PreferenceGP:
         """A model of the same type that knows more comparisons; this one is unchanged.
 
@@ -341,6 +384,7 @@ class PreferenceGP(SequentialGP):
             Y: ``batch_shape' x k x 2`` indices of these, the preferred item first; batch shapes
                 broadcast.
             noise: Not for comparisons.
+            ties: ``... x k``, which of the comparisons are ties.
             kwargs: ``fixed_inducing``, ``tol`` and ``max_steps`` as for `SequentialGP`.
 
         Example:
@@ -355,7 +399,7 @@ class PreferenceGP(SequentialGP):
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
         pairs = self._compared(X, Y)
-        return self._conditioned(pairs, pairs.new_ones(pairs.shape[:-2]), **kwargs)
+        return self._conditioned(pairs, outcomes(self.likelihood, pairs, ties), **kwargs)
 
     def _conditioned(self, pairs: Tensor, answers: Tensor, **kwargs: Any) -> PreferenceGP:
         """Conditioned on answers ``... x k`` about pairs of items ``... x k x 2 x d``."""
@@ -386,7 +430,7 @@ class PreferenceGP(SequentialGP):
             X: ``batch_shape x 2k x d`` items, compared as in `answers`.
             sampler: Draws answers to the ``k`` comparisons, jointly.
             observation_noise: Ignored; answers are as noisy as the likelihood has them.
-            propagate_grads: Whether answers have gradients; they are 0 or 1, and have none.
+            propagate_grads: Whether answers have gradients; they are whole numbers, and have none.
             kwargs: As for `condition_on_observations`.
 
         Returns:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from botorch import settings
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.exceptions.errors import UnsupportedError
 from botorch.models import SingleTaskGP
 from botorch.models.gpytorch import GPyTorchModel
 from botorch.models.model import FantasizeMixin
@@ -32,6 +33,7 @@ from gpytorch.models import ApproximateGP
 from linear_operator.operators import BlockDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.dual import Sites
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
@@ -43,12 +45,18 @@ from seqgp.likelihoods.traits import (
     is_conjugate,
     output_latents,
 )
-from seqgp.models.construction import assemble, choose_inducing_points, distinct
+from seqgp.models.construction import (
+    assemble,
+    choose_inducing_points,
+    discrete_columns,
+    distinct,
+)
 from seqgp.models.fit import fit, loss
 from seqgp.models.loading import load_state
 from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.sharding import gathered, scattered, with_graph
 from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
@@ -60,11 +68,11 @@ from seqgp.models.training_data import (
 )
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.guard import Guard, reads, writes
-from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule
+from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule, on_seen_values
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
-from seqgp.streaming.state import StreamState
+from seqgp.streaming.state import Shard, StreamState
 from seqgp.streaming.update import (
     Remembered,
     UpdateRecord,
@@ -154,7 +162,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             inputs ask for it; by default redundant ones are exchanged.
         learn_inducing_points: ``True`` if fits and updates move them by gradient, ``False`` if they
             stay where they are. By default they are chosen anew among the inputs as hyperparameters
-            change, which is faster than gradients and as accurate.
+            change, which is faster than gradients; where ``inducing_points`` is a number and all of
+            them are needed, a fit then moves them by gradient.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
             ``train_Y``.
@@ -162,6 +171,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
             d``. By default the observations are of values ``f(x_i)``.
         num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
+        discrete_dims: Columns of the transformed inputs that are discrete or categorical. Inducing
+            points that the model chooses only have values there that have been observed, whether
+            they are chosen, clustered or moved by gradient.
+        process_group: Processes that share the data, a group of `torch.distributed`; by default
+            this process has all of them. Each passes its own shard of the observations, which may
+            be empty, here and to `update` and `forget`, and all end with the same model. Whatever
+            learns is called by every process; predictions need no communication.
 
     Example:
         >>> import torch
@@ -186,6 +202,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     #: The largest number of inducing points along a stream.
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
+    #: Columns in which inducing points only have values that have been observed.
+    discrete_dims: tuple[int, ...]
     #: Whether the user has said where the inducing points are, so that fits leave them there.
     keeps_inducing_points: bool
     #: Whether fits move them by gradient.
@@ -217,24 +235,31 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         likelihood_arguments: dict[str, Tensor] | None = None,
         coefficients: Tensor | None = None,
         num_outputs: int | None = None,
+        discrete_dims: Sequence[int] = (),
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        parts = assemble(
-            train_X,
-            train_Y,
-            train_Yvar,
-            likelihood,
-            covar_module,
-            mean_module,
-            inducing_points,
-            input_transform,
-            outcome_transform,
-            inducing_point_allocator,
-            likelihood_arguments,
-            coefficients,
-            num_outputs,
-        )
-        if learn_inducing_points is not None:
-            check_flag(learn_inducing_points, "learn_inducing_points")
+        ranks = ALONE if process_group is None else Ranks(process_group)
+        with ranks.together():
+            if learn_inducing_points is not None:
+                check_flag(learn_inducing_points, "learn_inducing_points")
+            parts = assemble(
+                train_X,
+                train_Y,
+                train_Yvar,
+                likelihood,
+                covar_module,
+                mean_module,
+                inducing_points,
+                input_transform,
+                outcome_transform,
+                inducing_point_allocator,
+                likelihood_arguments,
+                coefficients,
+                num_outputs,
+                ranks,
+            )
+            columns = discrete_columns(discrete_dims, parts.inducing_points.shape[-1])
+            ranks.agree()
         self.has_output_dim = parts.has_output_dim
         super().__init__(
             DualVariationalStrategy(
@@ -246,6 +271,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 batch_shape=parts.batch_shape,
             )
         )
+        self.variational_strategy.set_ranks(ranks)
+        self.discrete_dims = self.variational_strategy.discrete_dims = columns
         self._num_outputs = parts.num_outputs
         self.likelihood, self.covar_module = parts.likelihood, parts.covar_module
         self.mean_module = parts.mean_module
@@ -256,6 +283,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.standardizes_by_default = parts.standardizes_by_default
         self.inducing_point_allocator = inducing_point_allocator
         self.keeps_inducing_points = isinstance(inducing_points, Tensor)
+        if columns and inducing_point_allocator is not None and not self.keeps_inducing_points:
+            with ranks.together():
+                self._put_on_seen_values(ranks.gather(train_X.detach(), -2))
         self.fits_inducing_points = learn_inducing_points is True
         self.changes_inducing_points = learn_inducing_points is not False
         self.max_inducing = parts.inducing_points.shape[-2]
@@ -263,11 +293,18 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
         self.memory_options = MemoryOptions()
         self.guard = Guard()
-        self.stream = StreamState.begin(parts.observations)
-        note_classes(self)
-        self.to(train_X)
-        self.eval()
-        check_bound(self.refresh(), "train_Y")
+        with ranks.together():
+            self.stream = StreamState.begin(parts.observations, ranks)
+            note_classes(self)
+            self.to(train_X)
+            self.eval()
+            check_bound(self.refresh(), "train_Y")
+
+    def _put_on_seen_values(self, X: Tensor) -> None:
+        """What a user's allocator has chosen for raw inputs, with values of discrete columns."""
+        strategy, seen = self.variational_strategy, self.transform_train_inputs(X)
+        Z = on_seen_values(strategy.inducing_points.detach(), seen, self.discrete_dims)
+        strategy.start_from(Z)
 
     # ---------------------------------------------------------------- data
 
@@ -283,6 +320,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @train_inputs.setter
     def train_inputs(self, inputs: tuple[Tensor]) -> None:
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            raise TypeError(f"train_inputs: expected a tuple with one tensor, got {inputs!r:.50}.")
         X = self.shared_by_outputs(inputs[0])
         self.set_train_data(inputs=untransformed_inputs(self, X), strict=False)
 
@@ -457,7 +496,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     def num_data(self) -> int:
         """How many observations the model holds; ``num_seen`` counts all that it has learnt."""
-        return len(self.stream.observations)
+        return self.stream.num_held
 
     @property
     def inducing_points_cover_data(self) -> bool:
@@ -465,7 +504,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if self.stream.observations.coefficients is not None:
             return False
         Z = self.variational_strategy.inducing_points
-        X = self.transformed(self.stream.observations).points
+        if Z.shape[-2] != self.num_data:
+            return False
+        X = self.stream.gather(self.transformed(self.stream.observations).points, -2)
         return Z.shape[-2:] == X.shape[-2:] and bool((Z == X).all())
 
     def in_precision(self, values: Tensor) -> Tensor:
@@ -711,6 +752,35 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
 
+    @torch.no_grad()
+    def predict_proba(self, X: Tensor, **arguments: Any) -> Tensor:
+        """The probability of each class, for likelihoods of labels, classes and ratings.
+
+        These are the ``probabilities`` of the posterior of observations.
+
+        Args:
+            X: ``... x n x d`` inputs.
+            arguments: Per-point arguments of the likelihood.
+
+        Returns:
+            ``... x n x c`` probabilities, which add up to one. For labels, the second column is
+            the probability of a 1.
+
+        Example:
+            >>> import torch
+            >>> from gpytorch.likelihoods import BernoulliLikelihood
+            >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+            >>> model = SequentialGP(X, (X > 0.5).to(X), likelihood=BernoulliLikelihood())
+            >>> model.predict_proba(X[[0, -1]]).argmax(-1)
+            tensor([0, 1])
+        """
+        posterior = self.posterior(X, observation_noise=True, **arguments)
+        if not isinstance(posterior, ObservationPosterior):
+            raise UnsupportedError(
+                f"predict_proba: a {type(self.likelihood).__name__} has no classes."
+            )
+        return posterior.probabilities
+
     def _means_all_outputs(self, indices: list[int], noise: bool | Tensor) -> bool:
         """Whether indices select all outputs.
 
@@ -734,6 +804,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def _mean_noise(self) -> Tensor:
         """``... [x m] x 1``, of the observations at hand: what BoTorch takes for new ones."""
+        shard = self.stream.shard
+        if shard is not None and shard.mean_noise is not None and shard.total:
+            return shard.mean_noise
         noise = known_noise(self)
         if noise.shape[-1] == 0:
             raise ValueError(
@@ -772,6 +845,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 self.covar_module,
                 self.inducing_point_allocator,
             )
+            Z = on_seen_values(Z, inputs.to(Z), self.discrete_dims)
         own = strategy.inducing_points.shape[:-2]
         strategy.set_inducing_points(Z.reshape(*own, *Z.shape[-2:]) if own else Z)
         self.refresh()
@@ -787,11 +861,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         held = self.stream.observations
         X = self.transform_train_inputs(held.points)
+        X = self.variational_strategy.ranks.gather(X, -2)
         if held.coefficients is not None and X.dim() == 2:
             X = distinct(X)[0]
-        return choose_inducing_points(
+        Z = choose_inducing_points(
             X, number, self.covar_module, self.inducing_point_allocator, fills_up
         )
+        return on_seen_values(Z, X, self.discrete_dims)
 
     def check_not_fantasy(self) -> None:
         """Raise if the model has been conditioned on more than the training data that it holds."""
@@ -821,7 +897,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
-        with step_limit(max_steps) as limit:
+        with strategy.ranks.together(), step_limit(max_steps) as limit:
             info = strategy.converge(
                 data,
                 likelihood=self.likelihood,
@@ -860,6 +936,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         stream = self.stream
         data = replace(self.transformed(stream.observations), weights=stream.weights)
+        if exact and stream.shard is not None:
+            return self._exact_bound_of_all(data, start, tol, max_steps)
         with step_limit(max_steps) as limit:
             return self.variational_strategy.bound(
                 data,
@@ -872,19 +950,45 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 exact=exact,
             )
 
+    def _exact_bound_of_all(
+        self, data: Observations, start: Sites | None, tol: float, max_steps: int | None
+    ) -> tuple[Tensor, Sites]:
+        """The exact bound of the observations of all ranks, which are as few as inducing points."""
+        stream, strategy = self.stream, self.variational_strategy
+        assert stream.shard is not None
+        order = stream.shard.ranks.gather(stream.shard.position).argsort()
+        whole = data.gathered(stream.shard.ranks).select(order)
+        if torch.is_grad_enabled():  # a learnable input transform has its share of the gradient
+            whole = replace(whole, inputs=with_graph(whole.inputs, data.inputs, stream.shard))
+        start = None if start is None else Sites(*map(stream.gather, start))
+        with step_limit(max_steps) as limit:
+            bound, sites = strategy.bound(
+                whole,
+                likelihood=self.likelihood,
+                start=start,
+                tol=tol,
+                max_steps=limit,
+                exact=True,
+            )
+        sites = Sites(*(stream.own(each.expand_as(sites.lam)) for each in sites))
+        return strategy.ranks.shared(bound), sites
+
     @torch.no_grad()
-    def natural_gradient_step(self, observations: Observations, rho: float) -> None:
+    def natural_gradient_step(
+        self, observations: Observations, rho: float, num_data: int | None = None
+    ) -> None:
         """One step on a minibatch of the training data.
 
         Args:
-            observations: Some of the observations that the model holds.
+            observations: Some of the observations.
             rho: The step size.
+            num_data: The number of all; by default of those that the model holds.
         """
         self.variational_strategy.natural_gradient_step(
             self.transformed(observations),
             likelihood=self.likelihood,
             rho=rho,
-            num_data=self.num_data,
+            num_data=self.num_data if num_data is None else num_data,
         )
 
     def training_data(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -916,34 +1020,41 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             targets: ``batch_shape [x m] x n`` transformed targets.
             strict: Whether shapes must be those of the present data.
         """
-        held = self.stream.observations
-        inputs = None if inputs is None else self.shared_by_outputs(inputs)
-        for name, new, old in (
-            ("inputs", inputs, held.inputs),
-            ("targets", targets, held.targets),
-        ):
-            if strict and new is not None and new.shape != old.shape:
-                raise ValueError(f"{name}: expected shape {tuple(old.shape)}, got {new.shape}.")
-        changed = Observations.checked(
-            held.inputs if inputs is None else inputs.detach(),
-            held.targets if targets is None else targets.detach(),
-            self.likelihood,
-            held.arguments,
-            held.weights,
-            held.coefficients,
-            has_outputs=self.has_output_dim,
-        )
-        stream = self.stream
-        represents, importance, fade = stream.represents, stream.importance, stream.fade
-        if len(changed) != len(represents):
-            represents = importance = fade = represents.new_ones(len(changed))
-        self.stream = replace(
-            self.stream,
-            observations=changed,
-            represents=represents,
-            importance=importance,
-            fade=fade,
-        )
+        ranks = self.variational_strategy.ranks
+        with ranks.together():
+            held = self.stream.observations
+            inputs = None if inputs is None else self.shared_by_outputs(inputs)
+            for name, new, old in (
+                ("inputs", inputs, held.inputs),
+                ("targets", targets, held.targets),
+            ):
+                if strict and new is not None and new.shape != old.shape:
+                    raise ValueError(f"{name}: expected shape {tuple(old.shape)}, got {new.shape}.")
+            changed = Observations.checked(
+                held.inputs if inputs is None else inputs.detach(),
+                held.targets if targets is None else targets.detach(),
+                self.likelihood,
+                held.arguments,
+                held.weights,
+                held.coefficients,
+                has_outputs=self.has_output_dim,
+            )
+            stream = self.stream
+            represents, importance, fade = stream.represents, stream.importance, stream.fade
+            if len(changed) != len(represents):
+                represents = importance = fade = represents.new_ones(len(changed))
+            stream = replace(
+                stream,
+                observations=changed,
+                represents=represents,
+                importance=importance,
+                fade=fade,
+            )
+            if stream.shard is not None and ranks.total(len(changed) != len(held)):
+                shard = Shard.begin(len(changed), fade.device, ranks)
+                stream = replace(stream, shard=shard).noting_noise()
+            ranks.agree()
+        self.stream = stream
 
     # ---------------------------------------------------------------- streaming
 
@@ -982,9 +1093,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters at this update. By default (``None``) when the
                 data have grown by a fifth since it was last done: often at first, ever more rarely
-                later. What was learnt is kept unless it predicts the observations at hand worse,
-                each left out in turn; the record says what was decided. With ``False``, the update
-                only conditions, and inducing points stay.
+                later; sooner if new observations were much less probable than expected. What was
+                learnt is kept unless it predicts the observations at hand worse, each left out in
+                turn; the record says what was decided. With ``False``, the update only conditions,
+                and inducing points stay.
             mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
                 function of the inducing values that all folded data have become, or ``"paper"``,
                 their tied duals, with the rest of the paper's rule (`seqgp.streaming.PaperRule`),
@@ -1124,15 +1236,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             >>> torch.allclose(model.posterior(X).mean, other.posterior(X).mean)
             True
         """
-        known = self.checked(X, Y, noise, arguments)
-        if fade is not None:
-            check_tensor(fade, "fade")
-            in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
-            if not in_range:
-                raise ValueError(
-                    f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
-                )
-        forget(self, known, fade)
+        with self.variational_strategy.ranks.together():
+            known = self.checked(X, Y, noise, arguments)
+            if fade is not None:
+                check_tensor(fade, "fade")
+                in_range = fade.shape == (len(known),) and bool(((fade > 0) & (fade <= 1)).all())
+                if not in_range:
+                    raise ValueError(
+                        f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
+                    )
+            forget(self, known, fade)
 
     @property
     @reads
@@ -1373,6 +1486,25 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         note_conditioned(model, inputs, kwargs.get("noise"))
         self.guard.sharers.add(model)
         return model
+
+    # ---------------------------------------------------------------- several processes
+
+    def gathered(self) -> SequentialGP:
+        """A copy that holds the observations of all processes, and belongs to none of them.
+
+        Every process of the ``process_group`` has to call it.
+        """
+        return gathered(self)
+
+    def scattered(self, process_group: torch.distributed.ProcessGroup) -> SequentialGP:
+        """A copy that shares its observations evenly with other processes.
+
+        Every process of the group calls it, with the same model: the inverse of `gathered`.
+
+        Args:
+            process_group: The processes.
+        """
+        return scattered(self, process_group)
 
     # ---------------------------------------------------------------- housekeeping
 

@@ -11,7 +11,8 @@ discount is summed over batches, and a candidate is used once that evidence is l
 changes, the ratio has an expectation of one, so evidence of :math:`c` nats for one of :math:`k`
 candidates has a probability of about :math:`k e^{-c}`. A model whose noise is too small would
 prefer any discount, though, since that makes it less certain. So a batch only counts if it is less
-probable than the observations at hand are, each left out in turn.
+probable than the observations at hand are, each left out in turn: by itself, or with those before
+it, since a function that moves slowly surprises a little each time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Discounting(NamedTuple):
 
     Attributes:
         factor: The factor for all that was known before.
-        evidence: ``k``, the evidence for each candidate so far.
+        evidence: The evidence for each candidate so far, by how many nats batches have been less
+            probable than what is remembered, and the variance of that.
     """
 
     factor: float
@@ -69,28 +71,30 @@ def choose_discount(
         counts: ``n``, how often each of these is part of the posterior.
         evidence: What there was before; may be empty.
     """
-    earlier = evidence or (0.0,) * len(CANDIDATES)
-    if not len(new) or len(old) < FEWEST:
-        return Discounting(1.0, earlier)
-    present = density_with(model, new, 1.0)
-    if not _is_surprising(present, leave_one_out(model, old, counts)):
-        return Discounting(1.0, tuple(KEEP * value for value in earlier))
-    ratios = [
-        (density_with(model, new, factor) - present).nan_to_num(0.0).sum().item()
-        for factor in CANDIDATES
-    ]
+    *earlier, lost, variance = evidence or (0.0,) * (len(CANDIDATES) + 2)
+    ranks = model.variational_strategy.ranks
+    if not ranks.total(len(new)) or ranks.total(len(old)) < FEWEST:
+        return Discounting(1.0, (*earlier, lost, variance))
+    present = ranks.gather(density_with(model, new, 1.0))
+    loss, error = _loss(present, ranks.gather(leave_one_out(model, old, counts)))
+    lost, variance = KEEP * lost + loss, KEEP**2 * variance + error**2
+    surprising = loss > SURPRISE * error or lost > SURPRISE * variance**0.5
+    if not surprising:
+        return Discounting(1.0, (*(KEEP * value for value in earlier), lost, variance))
+    densities = [ranks.gather(density_with(model, new, factor)) for factor in CANDIDATES]
+    ratios = [(density - present).nan_to_num(0.0).sum().item() for density in densities]
     now = tuple(max(KEEP * old + ratio, 0.0) for old, ratio in zip(earlier, ratios, strict=True))
     best = max(range(len(now)), key=lambda k: now[k])
     if now[best] < EVIDENCE:
-        return Discounting(1.0, now)
-    return Discounting(CANDIDATES[best], (0.0,) * len(CANDIDATES))
+        return Discounting(1.0, (*now, lost, variance))
+    return Discounting(CANDIDATES[best], ())
 
 
-def _is_surprising(new: Tensor, old: Tensor) -> bool:
-    """Whether densities of new observations are smaller than those of old ones, beyond chance."""
+def _loss(new: Tensor, old: Tensor) -> tuple[float, float]:
+    """How many nats less probable new observations are than old ones, and its standard error."""
     new, old = (density.nan_to_num(0.0).flatten() for density in (new, old))
     error = (old.var() * (1 / len(old) + 1 / len(new))).sqrt()
-    return bool(old.mean() - new.mean() > SURPRISE * error)
+    return len(new) * float(old.mean() - new.mean()), len(new) * float(error)
 
 
 @torch.no_grad()

@@ -7,18 +7,17 @@ own; the short names are those of `RULES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 import torch
-from botorch.models.utils.inducing_point_allocators import (
-    GreedyVarianceReduction,
-    InducingPointAllocator,
-)
+from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
+from seqgp.streaming.greedy_allocator import GreedyAllocator
 from seqgp.streaming.point_criterion import TOLERANCE, choose_inducing_points, first_kernel
 
 #: The largest number of inducing points along a stream, unless the user has said how many.
@@ -120,7 +119,7 @@ class Exchange(InducingPointRule):
         """Fewer, more or others, as the inputs ask for."""
         inputs, kernel, limit = candidates.inputs, candidates.kernel, candidates.max_points
         if len(Z) > limit and not candidates.anew:  # the best of them, and of the inputs
-            allocator = candidates.allocator or GreedyVarianceReduction()
+            allocator = candidates.allocator or GreedyAllocator()
             return allocator.allocate_inducing_points(
                 torch.cat([Z, inputs]), first_kernel(kernel), limit, torch.Size()
             )
@@ -253,9 +252,33 @@ def fill_up(points: Tensor, inputs: Tensor, number: int) -> Tensor:
     if len(points) >= number:
         return points
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0), device="cpu")
-    new = inputs[order.to(inputs.device)]
+    new = inputs[order[: 10 * number].to(inputs.device)]  # enough, unless most are points already
     new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
     return torch.cat([points, new[: number - len(points)]])
+
+
+@torch.no_grad()
+def on_seen_values(points: Tensor, seen: Tensor, dims: Sequence[int]) -> Tensor:
+    """Points whose values in discrete columns have been seen, together, at one of some points.
+
+    Centres of clusters, for example, lie between categories. They get those of the nearest point.
+
+    Args:
+        points: ``... x m x d`` points.
+        seen: ``... x n x d`` points that there have been.
+        dims: The discrete columns.
+    """
+    columns = list(dims)
+    if not columns or not seen.shape[-2]:
+        return points
+    values, known = points[..., columns], seen[..., columns]
+    is_seen = (values.unsqueeze(-2) == known.unsqueeze(-3)).all(-1).any(-1, keepdim=True)
+    nearest = torch.cdist(points, seen).argmin(-1, keepdim=True)
+    replaced = points.clone()
+    replaced[..., columns] = torch.where(
+        is_seen, values, known.gather(-2, nearest.expand_as(values))
+    )
+    return replaced
 
 
 @torch.no_grad()

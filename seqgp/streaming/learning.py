@@ -1,7 +1,8 @@
 r"""Learning hyperparameters along a stream: when, from where, and whether it was worth it.
 
 Hyperparameters are learnt when the data have grown by a certain factor since they were learnt last:
-often at first, and ever more rarely. The bound of memory, new observations and summary is
+often at first, and ever more rarely; sooner if new observations are much less probable than those
+at hand were. The bound of memory, new observations and summary is
 maximised from the present hyperparameters. What has been folded was folded under these, though, and
 the summary favours them. So there is a second start from the observations at hand alone, a sample
 of the whole stream, for which the past has no say.
@@ -35,6 +36,7 @@ from seqgp.variational.optimise import (
     adam,
     lbfgs,
     learnable_parameters,
+    shared_loss,
     turning_back,
 )
 
@@ -42,6 +44,11 @@ from seqgp.variational.optimise import (
 GROWTH = 1.2
 #: Start from scratch, too, when it has grown by this factor since that was done last.
 RESTART_GROWTH = 2.0
+#: Learn when new observations have been this much less probable than expected, in nats for each
+#: observation of the stream, since it was learnt last; at least so many nats.
+SURPRISE, LEAST_SURPRISE = 0.05, 10.0
+#: More than this, in nats, an observation does not count: it may be an outlier.
+MOST_SURPRISING = 3.0
 #: L-BFGS stops when an iteration gains less than this, in nats for each observation.
 TOLERANCE = 5e-5
 #: How many standard errors make a difference between leave-one-out densities count.
@@ -62,28 +69,65 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(stream: StreamState, num_new: int, learn: bool | None) -> Decision:
+def decide(
+    stream: StreamState, num_new: int, learn: bool | None, surprise: float = 0.0
+) -> Decision:
     """Whether to learn hyperparameters at an update.
 
     Args:
         stream: The stream before the update.
         num_new: How many observations are new.
         learn: What the user wants; ``None`` for no preference.
+        surprise: What `surprise_of` says of the new observations.
     """
     if learn is False:
         return Decision(False, False, "learn=False")
     number = stream.num_seen + num_new
-    restart = number >= RESTART_GROWTH * stream.restarted_at
+    surprised = surprise > max(LEAST_SURPRISE, SURPRISE * number)
+    growth = GROWTH if surprised else RESTART_GROWTH
+    restart = number >= growth * stream.restarted_at
     if learn:
         return Decision(True, False, "learn=True")
     if not number:
         return Decision(False, False, "there are no data")
+    if surprised:
+        reason = f"new observations were {surprise:.0f} nats less probable than expected"
+        return Decision(True, restart, reason)
     if number < GROWTH * stream.learned_at:
         return Decision(
             False, False, f"{number} observations are few more than {stream.learned_at}"
         )
     reason = f"{number} observations, {stream.learned_at} when it last learnt"
     return Decision(True, restart, reason)
+
+
+def surprise_of(stream: StreamState, density: Tensor) -> float:
+    """How much less probable observations were than expected since hyperparameters were learnt.
+
+    Args:
+        stream: The stream before the update.
+        density: ``[m x] n`` log densities of new observations before they are learnt.
+
+    Returns:
+        Nats. Those of observations that were more probable count against it.
+    """
+    if stream.expected is None:
+        return 0.0
+    density = density.nan_to_num(0.0)
+    density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
+    lost = (stream.expected - density).clamp(-MOST_SURPRISING, MOST_SURPRISING)
+    return max(stream.surprise + float(lost.sum()), 0.0)
+
+
+@torch.no_grad()
+def expected_density(model: StreamModel) -> float:
+    """The mean log density of observations like those of the stream so far, on the scale of Y.
+
+    Args:
+        model: The model.
+    """
+    mean, scale = stream_densities(model).mean(), model.log_target_scale()
+    return float(mean if scale is None else mean - scale.sum())
 
 
 @torch.no_grad()
@@ -128,7 +172,8 @@ def stream_densities(model: StreamModel) -> Tensor:
     density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
     density = density.nan_to_num(0.0)
     density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
-    weights = stream.represents
+    ranks = model.variational_strategy.ranks
+    density, weights = ranks.gather(density), ranks.gather(stream.represents)
     return density * weights / weights.mean()
 
 
@@ -155,7 +200,8 @@ def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, 
     """
     mll = DualELBO(model.likelihood, model)
     parameters, bounds = learnable_parameters(mll, moves_Z and model.changes_inducing_points)
-    floor = noise_floor(model.likelihood, model.stream.observations.targets)
+    targets, ranks = model.stream.observations.targets, model.variational_strategy.ranks
+    floor = noise_floor(model.likelihood, targets, ranks)
     return mll, parameters, {**bounds, **floor}
 
 
@@ -199,7 +245,8 @@ def maximise(
         nonlocal sites
         sites = None
 
-    loss = turning_back(objective, parameters, forget_sites)
+    ranks = model.variational_strategy.ranks
+    loss = turning_back(shared_loss(objective, parameters, ranks), parameters, forget_sites)
     training = model.training
     model.train()
     if options.optimizer == "adam":
@@ -208,7 +255,8 @@ def maximise(
     else:
         tolerance = options.tol
         if tolerance is None:
-            tolerance = max(0.01, TOLERANCE * model.stream.represents.sum().item())
+            (number,) = ranks.sum(model.stream.represents.sum())
+            tolerance = max(0.01, TOLERANCE * number.item())
         lbfgs(loss, parameters, bounds, steps, tolerance)
     model.train(training)
     return taken
@@ -261,7 +309,8 @@ def learn_best(
         if not with_past and not (restart and model.stream.num_updates):
             continue
         try:
-            learnt.append(candidate(name, True, with_past))
+            with model.variational_strategy.ranks.together():
+                learnt.append(candidate(name, True, with_past))
         except (FloatingPointError, NanError, NotPSDError):
             continue  # hyperparameters without a posterior are no candidate
     best = learnt[0] if learnt else present

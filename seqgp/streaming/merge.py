@@ -110,6 +110,11 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
                 f"models: number {index} has been conditioned on observations (a fantasy); merge "
                 "the model that it came from."
             ) from error
+        if model.stream.shard is not None:
+            raise ValueError(
+                f"models: number {index} has a process_group and holds a shard of its data; merge "
+                "what its gathered() returns, which every rank has to call."
+            )
         if model.stream.rule != PseudoLikelihood.name:
             raise ValueError(
                 f"models: number {index} has learnt by the rule {model.stream.rule!r}, in which "

@@ -32,6 +32,8 @@ class StreamModel(Protocol):
     memory_options: MemoryOptions
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
+    #: Columns in which inducing points only have values that have been observed.
+    discrete_dims: tuple[int, ...]
     #: Whether targets are standardised although the user has not asked for it.
     standardizes_by_default: bool
     #: Whether the user has said where the inducing points are.

@@ -49,7 +49,7 @@ from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import Batch, Learned, Plan, UpdateRule
-from seqgp.variational.optimise import adam
+from seqgp.variational.optimise import adam, shared_loss
 
 #: Step size and number of natural-gradient steps, for Gaussian likelihoods and for others.
 NATURAL_GRADIENT_STEPS = {True: (0.8, 2), False: (0.5, 4)}
@@ -94,9 +94,9 @@ class PaperRule(UpdateRule):
         mll, parameters, bounds = learnable(model, plan.moves_Z)
         strategy = model.variational_strategy
         tied = Duals(strategy.lam.detach(), strategy.B.detach())
-        weights = tied.lam.new_ones(len(batch.data))
-        if batch.num_old:
-            weights[: batch.num_old] = model.stream.num_seen / batch.num_old
+        weights, num_old = tied.lam.new_ones(len(batch.data)), strategy.ranks.total(batch.num_old)
+        if num_old:
+            weights[: batch.num_old] = model.stream.num_seen / num_old
         steps = 100 if options.steps is None else options.steps
         steps = steps if plan.decision.learn and parameters else 0
 
@@ -108,8 +108,9 @@ class PaperRule(UpdateRule):
 
         training = model.training
         model.train()
+        whole = shared_loss(loss, parameters, strategy.ranks)
         with torch.enable_grad():
-            for _ in adam([loss] * steps, parameters, bounds, options.learning_rate):
+            for _ in adam([whole] * steps, parameters, bounds, options.learning_rate):
                 pass
         with torch.no_grad():
             data = model.transformed(model.stream.observations)
@@ -123,17 +124,18 @@ class PaperRule(UpdateRule):
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
     ) -> None:
         """Step 5: reduce the training data to the memory, and keep the rest of the duals apart."""
-        strategy, num_data = model.variational_strategy, len(batch.data)
+        strategy = model.variational_strategy
+        num_gone = strategy.ranks.total(len(batch.data) - len(kept))
         model.stream = model.stream.select(kept)
         data = batch.data.select(kept)
         state = strategy.state()
         rest = state.duals
-        if len(kept):
+        if model.stream.num_held:
             rest = _without(rest, _contribution(model, data))
         noise = summary_noise(model.likelihood)
         if noise is not None:
             rest = Duals(rest.lam * noise, rest.B * noise.unsqueeze(-1))
-        number = strategy.summary_count + (num_data - len(kept))
+        number = strategy.summary_count + num_gone
         zero = torch.zeros_like(rest.lam[..., 0])
         summary = Summary(rest, zero, number.expand(rest.lam.shape[:-1]))
         strategy.store(state.duals, state, summary=summary)
@@ -147,7 +149,8 @@ def _contribution(model: StreamModel, data: Observations) -> Duals:
     """The duals of observations with their sites under the present posterior."""
     strategy = model.variational_strategy
     sites, _ = strategy.sites(data, likelihood=model.likelihood)
-    return tie(strategy.batch(strategy.state(), data, model.likelihood).A, sites)
+    own = tie(strategy.batch(strategy.state(), data, model.likelihood).A, sites)
+    return Duals(*strategy.ranks.sum(*own))
 
 
 @torch.no_grad()
@@ -162,7 +165,7 @@ def natural_gradient(model: StreamModel, data: Observations, num_removed: int) -
     strategy, likelihood = model.variational_strategy, model.likelihood
     state = strategy.state()
     duals, rest = state.duals, state.duals
-    if num_removed:
+    if strategy.ranks.total(num_removed):
         rest = _without(duals, _contribution(model, data.select(slice(num_removed))))
     rho, number = NATURAL_GRADIENT_STEPS[is_conjugate(likelihood)]
     batches = strategy.batches(state, data, likelihood)
@@ -174,6 +177,7 @@ def natural_gradient(model: StreamModel, data: Observations, num_removed: int) -
             rest,
             latent_dims=strategy.latent_dims,
             min_precision=precision_floor(likelihood),
+            ranks=strategy.ranks,
         )
     strategy.store(duals, state)
 
@@ -204,4 +208,5 @@ def weighted_bound(
     if strategy.latent_dims:
         mean, variance, kl = mean.mT, variance.mT, kl.sum(-1)
     fit = expected_log_prob(model.likelihood, data.targets, mean, variance, **data.arguments)
-    return (weights * fit).sum(-1) - kl, duals
+    ranks = strategy.ranks
+    return ranks.totalled((weights * fit).sum(-1)) - ranks.shared(kl), duals

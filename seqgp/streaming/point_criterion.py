@@ -159,6 +159,65 @@ def choose_inducing_points(
     return torch.cat([Z, candidates[chosen]]) if chosen else Z
 
 
+@torch.no_grad()
+def explain_residuals(
+    Z: Tensor,
+    inputs: Tensor,
+    kernel: Kernel,
+    slope: Tensor,
+    max_points: int,
+    tol: float = 2 * TOLERANCE,
+) -> Tensor:
+    r"""More inducing points, where the residuals of a fit say that they are missing.
+
+    With :math:`\alpha_i` the slope of the expected log density of an observation in its mean, for
+    Gaussian noise :math:`(y_i - m_i) / \sigma^2`, the quadratic form of the evidence gains at most
+
+    .. math:: \tfrac12 \alpha^T (K - K_{xz} K_{zz}^{-1} K_{zx}) \alpha
+
+    nats from inducing points at all inputs, since it is convex in the covariance. If the kernel is
+    right this is less than what `inducing_cost` says. If functions vary faster it is not. Inputs
+    are added, each time that of the largest gain, until it is small.
+
+    Args:
+        Z: ``m x d`` inducing points of the fit.
+        inputs: ``n x d`` inputs of the observations.
+        kernel: The kernel.
+        slope: ``[b x] n`` slopes, for one or several outputs or latents.
+        max_points: The largest number of inducing points.
+        tol: What may be left, in nats for each observation.
+
+    Returns:
+        ``m' x d`` inducing points; ``Z`` itself if they are enough.
+    """
+    slope = slope.reshape(-1, slope.shape[-1])
+    parts = _criterion(Z, inputs, kernel, None, None)
+    prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
+    # Rows of the kernel matrix in parts: there may be many inputs.
+    rows = [to_dense(kernel(part, inputs)) @ slope.mT for part in inputs.split(512)]
+    left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
+    tolerated, jitter = tol * len(inputs), relative_jitter(Z.dtype)
+    chosen: list[int] = []
+    while len(Z) + len(chosen) < max_points:
+        if bool(0.5 * (slope * left).sum() <= tolerated):
+            break
+        is_new = residual > jitter * prior
+        gains = torch.where(is_new, left.square().sum(0) / residual.where(is_new, 1.0), 0.0)
+        pivot = int(gains.argmax())
+        if not bool(is_new[pivot]):
+            break  # what is left is rounding
+        row = _row(kernel, inputs, pivot)[0]
+        for block in roots:
+            row = row - block[:, pivot] @ block
+        root = row / residual[pivot].sqrt()
+        left = left - (slope @ root).unsqueeze(-1) * root
+        residual = (residual - root.square()).clamp_min(0)
+        residual[pivot] = 0
+        roots = [torch.cat(roots), root.unsqueeze(0)] if len(roots) > 32 else [*roots, root[None]]
+        chosen.append(pivot)
+    return torch.cat([Z, inputs[chosen]]) if chosen else Z
+
+
 def _exchange(
     Z: Tensor, candidates: Tensor, kernel: Kernel, shares: Tensor, tolerated: float, gain: float
 ) -> Tensor:

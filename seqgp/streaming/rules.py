@@ -42,11 +42,13 @@ class Plan(NamedTuple):
         moves_Z: Whether inducing points are moved by gradient.
         place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
             enough for others, too.
+        tol: The relative tolerance of the sites if hyperparameters are not learnt.
     """
 
     decision: Decision
     moves_Z: bool
     place: Callable[[StreamModel, bool], None]
+    tol: float = 1e-8
 
 
 class Learned(NamedTuple):
@@ -155,7 +157,7 @@ class PseudoLikelihood(UpdateRule):
     ) -> Learned:
         """Maximise the bound of memory, new observations and summary."""
         if not plan.decision.learn:
-            return Learned(0, model.refresh(max_steps=options.site_steps))
+            return Learned(0, model.refresh(tol=plan.tol, max_steps=options.site_steps))
         return Learned(
             *learn_best(
                 model,
@@ -205,7 +207,8 @@ def fold_all_but(
         precision, which cannot be folded and have been cut off.
     """
     n, strategy = len(data), model.variational_strategy
-    if len(kept) < n:
+    some = strategy.ranks.total(n - len(kept)) > 0
+    if some:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
         index = gone.argsort(stable=True)[len(kept) :]  # without asking the device
@@ -216,19 +219,22 @@ def fold_all_but(
             replace(data, weights=weights), sites=sites, likelihood=model.likelihood, index=index
         )
     model.stream = model.stream.select(kept)
-    bounded = unseen is not None and len(kept) < n
+    bounded = unseen is not None and some
     return bounded or precision_floor(model.likelihood) is None
 
 
-def note_classes(model: StreamModel) -> None:
+def note_classes(model: StreamModel, targets: Tensor | None = None) -> None:
     """Remember which classes of a softmax there have been.
 
     Args:
         model: The model.
+        targets: Some targets; by default those at hand.
     """
     if is_softmax(model.likelihood):
         stream = model.stream
-        now = stream.observations.targets.unique().long().tolist()
+        targets = stream.observations.targets if targets is None else targets
+        targets = targets.unique().long()
+        now = model.variational_strategy.ranks.gather(targets).tolist()
         model.stream = replace(stream, classes_seen=tuple(sorted({*stream.classes_seen, *now})))
 
 
@@ -259,7 +265,7 @@ def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
         data: What it remembers, as the strategy sees it.
     """
     strategy, stream = model.variational_strategy, model.stream
-    if not len(data) or not strategy.has_summary:
+    if not stream.num_held or not strategy.has_summary:
         return None
     others = (stream.represents - 1) * stream.fade * stream.summary_share
     if summary_noise(model.likelihood) is not None:

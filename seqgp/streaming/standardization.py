@@ -39,9 +39,9 @@ def note_scale(model: StreamModel, new: Observations) -> None:
         model: The model.
         new: The new observations, as the model stores them.
     """
-    fresh = _moments(new.targets, *_statistics(model))
-    moments = torch.stack(list(pooled([moments_of(model, len(new)), fresh])))
-    model.stream = replace(model.stream, moments=moments)
+    fresh = _of_all(model, moments(new.targets, *_statistics(model)))
+    known = torch.stack(list(pooled([moments_of(model, len(new)), fresh])))
+    model.stream = replace(model.stream, moments=known)
 
 
 @torch.no_grad()
@@ -55,7 +55,14 @@ def moments_of(model: StreamModel, num_new: int = 0) -> Moments:
     if model.stream.moments is not None:
         return Moments(*model.stream.moments)
     held = model.stream.observations.targets
-    return _moments(held[..., : held.shape[-1] - num_new], *_statistics(model))
+    held = held[..., : held.shape[-1] - num_new]
+    return _of_all(model, moments(held, *_statistics(model)))
+
+
+def _of_all(model: StreamModel, own: Moments) -> Moments:
+    """The moments of the targets of all ranks."""
+    rows = model.variational_strategy.ranks.gather(torch.stack(list(own)).unsqueeze(0), 0)
+    return pooled([Moments(*row) for row in rows])
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
@@ -68,31 +75,43 @@ def pooled(parts: Sequence[Moments]) -> Moments:
 
 
 @torch.no_grad()
+def set_statistics(model: StreamModel, known: Moments) -> None:
+    """Let the transform standardise by given moments of the targets; nothing else is converted.
+
+    Args:
+        model: The model.
+        known: The moments, ``[m]`` each.
+    """
+    transform = model.outcome_transform
+    assert isinstance(transform, Standardize)
+    old_mean, old_scale = _statistics(model)
+    scale = (known.square / (known.number - 1).clamp_min(1)).sqrt()
+    if not bool((known.mean.isfinite() & scale.isfinite()).all()):
+        raise FloatingPointError(
+            f"Y: the mean or the standard deviation of all observations overflows in {scale.dtype}."
+            " Nothing has been changed; scale the observations."
+        )
+    usable = (known.number > 1) & (scale > 1e-8)  # as Standardize has it
+    scale, mean = torch.where(usable, scale, old_scale), torch.where(usable, known.mean, old_mean)
+    statistics = {"means": mean, "stdvs": scale, "_stdvs_sq": scale.square()}
+    shape = transform.means.shape
+    transform.load_state_dict(
+        {**transform.state_dict(), **{k: v.reshape(shape) for k, v in statistics.items()}}
+    )
+
+
+@torch.no_grad()
 def restandardize(model: StreamModel) -> None:
     """Standardise by the targets that there have been so far.
 
     Args:
         model: The model, all of whose modules are its own.
     """
-    transform = model.outcome_transform
-    assert isinstance(transform, Standardize)
     assert model.stream.moments is not None
-    moments = Moments(*model.stream.moments)
-    old_mean, old_scale = _statistics(model)
-    scale = (moments.square / (moments.number - 1).clamp_min(1)).sqrt()
-    if not bool((moments.mean.isfinite() & scale.isfinite()).all()):
-        raise FloatingPointError(
-            f"Y: the mean or the standard deviation of all observations overflows in {scale.dtype}."
-            " Nothing has been changed; scale the observations."
-        )
-    usable = (moments.number > 1) & (scale > 1e-8)  # as Standardize has it
-    scale, mean = torch.where(usable, scale, old_scale), torch.where(usable, moments.mean, old_mean)
+    old_mean, old_scale = (each.clone() for each in _statistics(model))
+    set_statistics(model, Moments(*model.stream.moments))
+    mean, scale = _statistics(model)
     a, b = old_scale / scale, (old_mean - mean) / scale
-    statistics = {"means": mean, "stdvs": scale, "_stdvs_sq": scale.square()}
-    shape = transform.means.shape
-    transform.load_state_dict(
-        {**transform.state_dict(), **{k: v.reshape(shape) for k, v in statistics.items()}}
-    )
     held, column = model.stream.observations, (a.unsqueeze(-1), b.unsqueeze(-1))
     if not a.dim():
         column = (a, b)
@@ -126,8 +145,14 @@ def _statistics(model: StreamModel) -> tuple[Tensor, Tensor]:
     return (mean, scale) if several else (mean.squeeze(0), scale.squeeze(0))
 
 
-def _moments(targets: Tensor, mean: Tensor, scale: Tensor) -> Moments:
-    """Of ``[m x] n`` transformed targets, some of which may be missing, as they were observed."""
+def moments(targets: Tensor, mean: Tensor, scale: Tensor) -> Moments:
+    """The moments of targets as they were observed.
+
+    Args:
+        targets: ``[m x] n`` transformed targets, some of which may be missing.
+        mean: ``[m]``, by which they were transformed.
+        scale: ``[m]``, likewise.
+    """
     seen = ~targets.isnan()
     number = seen.sum(-1).to(scale)
     values = targets.where(seen, 0.0)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from botorch.models.utils.inducing_point_allocators import GreedyVarianceReduction
 from gpytorch.likelihoods import BernoulliLikelihood, SoftmaxLikelihood
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.drift import choose_discount, fade
+from seqgp.streaming.greedy_allocator import GreedyAllocator
 from seqgp.streaming.inducing_points import (
     DEFAULT_LIMIT,
     Candidates,
@@ -35,15 +35,17 @@ from seqgp.streaming.inducing_points import (
     Keep,
     choose_for_each,
     inducing_point_rule,
+    on_seen_values,
 )
-from seqgp.streaming.learning import Decision, decide
+from seqgp.streaming.learning import Decision, decide, expected_density, surprise_of
 from seqgp.streaming.memory import MemoryOptions, SamplingPolicy
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.paper import PaperRule
-from seqgp.streaming.point_criterion import inducing_cost
+from seqgp.streaming.point_criterion import explain_residuals, inducing_cost
 from seqgp.streaming.rules import (
     Batch,
+    Learned,
     Plan,
     PseudoLikelihood,
     UpdateRule,
@@ -54,6 +56,11 @@ from seqgp.streaming.rules import (
 from seqgp.streaming.standardization import note_scale, restandardize
 from seqgp.streaming.state import StreamState
 from seqgp.validation import check_bound, renamed
+
+#: A batch is small if so many of its size are at hand.
+SMALL_BATCH = 20
+#: The relative tolerance of the sites for a small batch: the next ones converge them further.
+SMALL_BATCH_TOLERANCE = 1e-4
 
 #: Rules of learning by their short names.
 RULES: dict[str, Callable[[], UpdateRule]] = {
@@ -154,18 +161,26 @@ def update(
             f"mode: this stream has been learnt with {model.stream.rule!r}, in which its summary "
             f"means something else; got {rule.name!r}."
         )
-    new = model.checked(X, Y, noise, arguments)
-    memory = MemoryOptions.of(model.memory_options if options.memory is None else options.memory)
-    rule.check(model, options, memory)
-    decision = decide(model.stream, len(new), rule.learns_by_default(options.learn))
-    draft = draft_of(model, decision.learn)
-    parts = _learn(draft, new, rule, options, memory, decision)
-    elbo, log_density = torch.stack([parts.bound.sum(), parts.density.nanmean()]).tolist()
-    if not math.isfinite(elbo):
-        check_bound(parts.bound, "Y")
-    num_old, num_new = len(model.stream.observations), len(new)
-    gained = int((parts.kept >= num_old).sum())
-    adopt(model, draft)
+    ranks, num_old = model.variational_strategy.ranks, model.stream.num_held
+    with ranks.together():
+        new = model.checked(X, Y, noise, arguments)
+        memory = MemoryOptions.of(
+            model.memory_options if options.memory is None else options.memory
+        )
+        rule.check(model, options, memory)
+        num_new = ranks.total(len(new))
+        density = ranks.gather(_density(model, new))
+        surprise = surprise_of(model.stream, density)
+        wanted = rule.learns_by_default(options.learn)
+        decision = decide(model.stream, num_new, wanted, surprise)
+        draft = draft_of(model, decision.learn)
+        draft.stream = replace(draft.stream, surprise=0.0 if decision.learn else surprise)
+        parts = _learn(draft, new, num_new, rule, options, memory, decision)
+        elbo, log_density = torch.stack([parts.bound.sum(), density.nanmean()]).tolist()
+        if not math.isfinite(elbo):
+            check_bound(parts.bound, "Y")
+        gained = int((parts.kept >= num_old).sum())
+        ranks.commit(lambda: adopt(model, draft))
     return UpdateRecord(
         elbo=elbo,
         log_density=log_density,
@@ -185,7 +200,6 @@ def update(
 class _Parts(NamedTuple):
     """What becomes part of the record of an update."""
 
-    density: Tensor
     bound: Tensor
     steps: int
     decision: str
@@ -196,14 +210,19 @@ class _Parts(NamedTuple):
 def _learn(
     model: StreamModel,
     new: Observations,
+    num_new: int,
     rule: UpdateRule,
     options: UpdateOptions,
     memory: MemoryOptions,
     decision: Decision,
 ) -> _Parts:
-    """The steps of an update, on a draft of the model."""
+    """The steps of an update, on a draft of the model.
+
+    If several processes share the stream, ``new`` are the observations that have come to this one,
+    and ``num_new`` is the number of all.
+    """
     strategy = model.variational_strategy
-    num_old, num_new = len(model.stream.observations), len(new)
+    num_old = len(model.stream.observations)
     represented = None
     if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
@@ -212,7 +231,6 @@ def _learn(
     model.stream = replace(model.stream.append(new), replay=memory.replay)
     note_classes(model)
     data = model.transformed(model.stream.observations)
-    density = _density(model, data, num_new)
     factor = _discount(model, data, num_old, options)
     if factor != 1:
         fade(model, num_old, factor)
@@ -230,27 +248,35 @@ def _learn(
 
     # From scratch only when hyperparameters are learnt: otherwise a few more are all that it takes.
     anew = decision.learn or options.learn is False
-    _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
-    learned = rule.learn(
-        model, Batch(data, num_old, represented), options, Plan(decision, inducing.moves, place)
-    )
+    checks = decision.learn or _is_time_to_check(model, num_new)
+    small = not checks and _is_small(model, num_new)
+    if not (small and _have_their_points(model, num_new, inducing, options.max_inducing)):
+        _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
+    plan = Plan(decision, inducing.moves, place, SMALL_BATCH_TOLERANCE if small else 1e-8)
+    learned = rule.learn(model, Batch(data, num_old, represented), options, plan)
+    if checks and inducing.follows_kernel and not isinstance(rule, PaperRule):
+        learned = _add_where_misfitting(model, learned, options)
     _warn_at_limit(model, inducing, options.max_inducing)
+    if decision.learn and options.learn is None:
+        model.stream = replace(model.stream, expected=expected_density(model))
     # Anew: inputs may be transformed by what was learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented)
     sites, leverage = sites_and_leverage(model, batch.data)
-    stream = _weighed(model.stream, memory, leverage, num_new)
+    stream = model.stream
+    leverage = stream.gather(leverage)
+    importance = _importance(stream, memory, leverage, num_new)
     limits = memory.at(stream.num_seen + num_new)
     choice = limits.choose(
         leverage,
         num_new,
         stream.num_updates,
-        classes_of(model) if memory.balance else None,
-        stream.importance * stream.represents,
+        stream.gather(classes_of(model)) if memory.balance else None,
+        importance * stream.gather(stream.represents),
     )
     tiny = torch.finfo(leverage.dtype).tiny
-    represents = stream.represents / choice.inclusion.clamp_min(tiny)
-    model.stream = replace(stream, represents=represents)
-    rule.remember(model, batch, choice.kept, sites, options)
+    represents = stream.represents / stream.own(choice.inclusion).clamp_min(tiny)
+    model.stream = replace(stream, represents=represents, importance=stream.own(importance))
+    rule.remember(model, batch, _note_kept(model, choice.kept), sites, options)
     number = stream.num_seen + num_new
     model.stream = replace(
         model.stream,
@@ -259,11 +285,11 @@ def _learn(
         num_seen=number,
         learned_at=number if decision.learn else stream.learned_at,
         restarted_at=number if decision.restart else stream.restarted_at,
-    )
+    ).noting_noise()
     if not (decision.learn or strategy.has_summary):
         strategy.state()  # so that the first prediction finds it
     reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
-    return _Parts(density, learned.bound, learned.steps, reason, factor, choice.kept)
+    return _Parts(learned.bound, learned.steps, reason, factor, choice.kept)
 
 
 def _discount(
@@ -279,24 +305,40 @@ def _discount(
     return factor
 
 
-def _weighed(
+def _importance(
     stream: StreamState, memory: MemoryOptions, leverage: Tensor, num_new: int
-) -> StreamState:
-    """With the importance that the memory's policy gives to the new observations."""
-    policy = memory.chooser
+) -> Tensor:
+    """The importance of all observations: for the new ones, what the memory's policy says."""
+    policy, importance = memory.chooser, stream.gather(stream.importance)
     if not num_new or not isinstance(policy, SamplingPolicy):
-        return stream
+        return importance
     new = policy.importance(leverage[len(leverage) - num_new :])
-    old = stream.importance[: len(leverage) - num_new]
-    return replace(stream, importance=torch.cat([old, new.to(old)]))
+    old = importance[: len(leverage) - num_new]
+    return torch.cat([old, new.to(old)])
+
+
+def _note_kept(model: StreamModel, kept: Tensor) -> Tensor:
+    """Indices of this rank's observations that are kept, and their places among all that are.
+
+    Args:
+        model: The model.
+        kept: Indices among the observations of all ranks, in increasing order.
+    """
+    stream = model.stream
+    if stream.shard is None:
+        return kept
+    is_kept = torch.zeros(stream.num_held, dtype=torch.bool, device=kept.device)
+    is_kept[kept] = True
+    model.stream = replace(stream, shard=stream.shard.among(kept))
+    return stream.own(is_kept).nonzero().squeeze(-1)
 
 
 @torch.no_grad()
-def _density(model: StreamModel, data: Observations, num_new: int) -> Tensor:
-    """Log predictive density of the new observations, the last of all, on the scale of Y."""
-    mean, variance = model.variational_strategy.marginals(data)
-    new = slice(len(data) - num_new, len(data))
-    mean, variance, part = mean[..., new], variance[..., new], data.select(new)
+def _density(model: StreamModel, new: Observations) -> Tensor:
+    """Log predictive density of new observations before they are learnt, on the scale of Y."""
+    with model.guard.reading:
+        part = model.transformed(new)
+        mean, variance = model.variational_strategy.marginals(part)
     if model.variational_strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
     density = log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)
@@ -332,14 +374,14 @@ def _choose_inducing_points(
         raise ValueError("inducing: points of several models or outputs cannot be clustered.")
     allocator = model.inducing_point_allocator
     if isinstance(rule, PaperRule) and allocator is None:
-        allocator = GreedyVarianceReduction()
+        allocator = GreedyAllocator()
     if isinstance(inducing, Keep):
         return
     stream = model.stream
-    data, represents, precision, J = _weighted_inputs(model)
+    points, represents, precision, J = _weighted_inputs(model)
     limit = _limit(model) if max_points is None else max_points
     candidates = Candidates(
-        _first_of_batch(data.points.detach()),
+        _first_of_batch(points),
         represents,
         precision,
         num_new * J,
@@ -353,29 +395,97 @@ def _choose_inducing_points(
     if Z.dim() == 2:
         chosen = inducing.choose(Z, candidates)
     else:
-        chosen = choose_for_each(inducing, Z, data.points.detach(), candidates)
+        chosen = choose_for_each(inducing, Z, points, candidates)
+    if chosen is not Z and model.discrete_dims:
+        points = points.expand(*Z.shape[:-2], *points.shape[-2:])
+        chosen = on_seen_values(chosen, torch.cat([points, Z], -2), model.discrete_dims)
     if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
 
 
-def _weighted_inputs(model: StreamModel) -> tuple[Observations, Tensor, Tensor, int]:
-    """The observations at hand, and for each point of theirs what the criterion in nats asks.
+def _is_time_to_check(model: StreamModel, num_new: int) -> bool:
+    """Whether the stream has grown by a twentieth: now and then in small batches."""
+    before, now = model.stream.num_seen, model.stream.num_seen + num_new
+    return before > 0 and int(math.log(now, 1.05)) > int(math.log(before, 1.05))
+
+
+def _is_small(model: StreamModel, num_new: int) -> bool:
+    """Whether a batch is too small for all that is remembered to be looked at again in detail."""
+    held = model.stream.num_held
+    return held >= 100 and SMALL_BATCH * num_new <= held and model.stream.shard is None
+
+
+def _have_their_points(
+    model: StreamModel, num_new: int, inducing: InducingPointRule, max_points: int | None
+) -> bool:
+    """Whether the inducing points explain the new inputs of a small batch well.
+
+    Those that are remembered have been looked at before.
+    """
+    Z, data = model.variational_strategy.inducing_points.detach(), model.stream.observations
+    if type(inducing) is not Exchange or Z.dim() > 2 or data.coefficients is not None:
+        return False
+    if len(Z) > (_limit(model) if max_points is None else max_points):
+        return False
+    new = model.transformed(data.select(slice(len(data) - num_new, len(data))))
+    precision = _precision(model, new)
+    return inducing_cost(Z, new.points, model.covar_module, precision) <= inducing.tol
+
+
+def _add_where_misfitting(model: StreamModel, learned: Learned, options: UpdateOptions) -> Learned:
+    """Add inducing points where residuals of what has been learnt say that others are missing.
+
+    The criterion in nats trusts the kernel. Where functions vary faster than it says, the residuals
+    are no noise, and the inducing points cost more, see `explain_residuals`.
+    """
+    strategy, stream = model.variational_strategy, model.stream
+    Z, kernel = strategy.inducing_points.detach(), model.covar_module
+    data = model.transformed(stream.observations)
+    if Z.dim() > 2 or kernel.batch_shape or data.coefficients is not None or not stream.num_held:
+        return learned
+    sites, _ = strategy.sites(data, likelihood=model.likelihood)
+    state, (mean, _) = strategy.state(), strategy.marginals(data)
+    prior_mean = strategy.whitened(state.chol, state.shared, data)[2]
+    slope = (sites.lam - sites.beta * (mean - prior_mean)).detach()
+    limit = _limit(model) if options.max_inducing is None else options.max_inducing
+    points, slope = stream.gather(data.points.detach(), -2), stream.gather(slope)
+    chosen = explain_residuals(Z, points, kernel, slope, limit)
+    if chosen is Z:
+        return learned
+    strategy.start_from(chosen)
+    return learned._replace(bound=model.refresh(max_steps=options.site_steps))
+
+
+def _weighted_inputs(model: StreamModel) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The points of the observations at hand, and for each what the criterion in nats asks.
 
     Returns:
-        Observations as the strategy sees them; ``n J``, how many each point stands for; ``[b x]
-        n J`` precisions of sites, one row for each kernel or summed; ``J``, the number of points of
-        each.
+        ``... x n J x d`` points of all ranks, as the strategy sees them; ``n J``, how many each
+        stands for; ``[b x] n J`` precisions of sites, one row for each kernel or summed; ``J``, the
+        number of points of each observation.
     """
-    strategy, batch = model.variational_strategy, model.covar_module.batch_shape
-    data = model.transformed(model.stream.observations)
-    J = data.points.shape[-2] // max(len(data), 1)
+    stream = model.stream
+    data = model.transformed(stream.observations)
+    J = 1 if data.coefficients is None else data.coefficients.shape[-1]
+    precision = _precision(model, data)
+    points = data.points.detach().unflatten(-2, (len(data), J))
+    return (
+        stream.gather(points, -3).flatten(-3, -2),
+        stream.gather(stream.represents).repeat_interleave(J),
+        stream.gather(precision).repeat_interleave(J, -1),
+        J,
+    )
+
+
+def _precision(model: StreamModel, data: Observations) -> Tensor:
+    """``[b x] n`` precisions of sites, one row for each kernel or summed."""
+    strategy = model.variational_strategy
     sites, _ = strategy.sites(data, likelihood=model.likelihood)
     precision = sites.beta.expand_as(sites.lam)
     # Kernels of several outputs or latents share the inducing points of one model.
-    if strategy.inducing_points.dim() > 2 or precision.shape[:-1] != batch:
+    if strategy.inducing_points.dim() > 2 or precision.shape[:-1] != model.covar_module.batch_shape:
         precision = _sum_over_batch(precision)
-    represents = model.stream.represents.repeat_interleave(J)
-    return data, represents, precision.repeat_interleave(J, -1), J
+    return precision
 
 
 def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int | None) -> None:
@@ -383,11 +493,11 @@ def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int |
     Z, stream = model.variational_strategy.inducing_points.detach(), model.stream
     default = limit is None and model.max_inducing == DEFAULT_LIMIT
     default = default and not model.keeps_inducing_points
-    reached = Z.dim() == 2 and len(Z) >= DEFAULT_LIMIT and len(stream.observations)
+    reached = Z.dim() == 2 and len(Z) >= DEFAULT_LIMIT and stream.num_held
     if not (isinstance(inducing, Exchange) and default and reached) or stream.warned:
         return
-    data, represents, precision, _ = _weighted_inputs(model)
-    cost = inducing_cost(Z, data.points.detach(), model.covar_module, precision, represents)
+    points, represents, precision, _ = _weighted_inputs(model)
+    cost = inducing_cost(Z, points, model.covar_module, precision, represents)
     if cost > inducing.tol:
         model.stream = replace(stream, warned=True)
         warnings.warn(
@@ -484,19 +594,29 @@ def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) 
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
-    held = draft.stream.observations
-    matches = _matches(held, known)
+    ranks, held = draft.variational_strategy.ranks, draft.stream.observations
+    known = known.gathered(ranks)  # which may be held by any of them
+    fade = None if fade is None else ranks.gather(fade)
     keep = torch.ones(len(held), dtype=torch.bool, device=held.inputs.device)
-    keep[[i for i in matches if i is not None]] = False
-    rest = [k for k, i in enumerate(matches) if i is None]
+    rest = list(range(len(known)))
+    for rank in range(ranks.size):  # one after the other: each observation is removed once
+        found = torch.zeros(len(rest), device=keep.device)
+        if rank == ranks.rank:
+            matches = _matches(
+                held, known.select(torch.tensor(rest, dtype=torch.long, device=keep.device))
+            )
+            keep[[i for i in matches if i is not None]] = False
+            found[[k for k, i in enumerate(matches) if i is not None]] = 1.0
+        (found,) = ranks.sum(found)
+        rest = [k for k, is_found in zip(rest, found.tolist(), strict=True) if not is_found]
     if rest:
-        index = torch.tensor(rest, device=held.inputs.device)
         if fade is None and draft.stream.fades:
             raise ValueError(
                 f"X: {len(rest)} of these observations are no longer in the memory, and what has "
                 "been folded has faded since. How much of them is left is not known here: pass "
                 "fade=, the product of all discounts since each was learnt."
             )
+        index = torch.tensor(rest[ranks.rank :: ranks.size], dtype=torch.long, device=keep.device)
         gone = draft.transformed(known.select(index))
         if fade is not None:
             gone = replace(gone, weights=fade.to(held.inputs)[index])
@@ -506,10 +626,12 @@ def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) 
                 likelihood=draft.likelihood,
                 unseen=unseen_classes(draft),
             )
-    stream = draft.stream.select(keep.nonzero().squeeze(-1))
-    draft.stream = replace(stream, num_seen=stream.num_seen - len(known))
+    kept = draft.stream.gather(keep).nonzero().squeeze(-1)
+    own = _note_kept(draft, kept)
+    stream = draft.stream.select(own)
+    draft.stream = replace(stream, num_seen=stream.num_seen - len(known)).noting_noise()
     draft.refresh()
-    adopt(model, draft)
+    ranks.commit(lambda: adopt(model, draft))
 
 
 def _first_of_batch(X: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from gpytorch.likelihoods import Likelihood
 from linear_operator import to_dense
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.dual import Batch, Duals, Sites, condition, converge_sites, tie
 from seqgp.dual.evidence import (
     Block,
@@ -79,6 +80,7 @@ class Setting(NamedTuple):
         num_latents: The number of latents of the likelihood, ``None`` for one.
         past: The summary, if there is one.
         stays: Whether the inducing points are those of the summary, and are not moved.
+        ranks: The processes that share the observations.
     """
 
     forward: Forward
@@ -87,6 +89,7 @@ class Setting(NamedTuple):
     num_latents: int | None
     past: Past | None
     stays: bool
+    ranks: Ranks = ALONE
 
 
 def maximised_bound(
@@ -111,6 +114,7 @@ def maximised_bound(
             each of the first ``k`` observations stands; for Gaussian noise, their number.
     """
     Z, past, jitter = setting.inducing_points, setting.past, setting.jitter
+    ranks = setting.ranks
     x, c = _with_latents(data, setting.num_latents)
     shared = setting.forward(Z[..., :1, :]).batch_shape.numel() == 1
     s = 0 if past is None or setting.stays else past.points.shape[-2]
@@ -150,10 +154,14 @@ def maximised_bound(
                 nugget = coincident(Z, past.points)
                 K_ZS = K_ZS + nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
         block, constant = _past_block(past, K_ZS, own.covariance, mean_S, noise)
+        block = Block(
+            ranks.shared(block.cross), block.variance, Sites(*map(ranks.shared, block.sites))
+        )
+        constant = ranks.shared(constant)
         if stands_for is not None:
             residual = own.unexplained(variance[..., :count], stands_for)
             residual = residual if noise is None else residual / noise.squeeze(-1)
-            constant = constant - 0.5 * residual
+            constant = constant - 0.5 * ranks.totalled(residual)
         blocks.append(block)
         with torch.no_grad():
             whitened.append(solve_lower(chol, block.cross.detach()))
@@ -161,8 +169,8 @@ def maximised_bound(
     if has_closed_form(likelihood) and data.weights is None:
         site, fit = _gaussian(data, likelihood, mean)
         blocks.insert(0, Block(cross, variance, site))
-        value = evidence(K, blocks, chol, whitened, jitter).value + constant
-        return value + fit, Sites(*(tensor.detach() for tensor in site))
+        value = evidence(K, blocks, chol, whitened, jitter, ranks).value + constant
+        return value + ranks.totalled(fit), Sites(*(tensor.detach() for tensor in site))
     latent_dims = 0 if setting.num_latents is None else 1
     with torch.no_grad():
         unexplained = unexplained_variance(A, variance.detach())
@@ -176,13 +184,15 @@ def maximised_bound(
             precision_floor(likelihood),
             tol=tol,
             max_steps=max_steps,
+            ranks=ranks,
         )
     blocks.insert(0, Block(cross, variance, _centred(site, mean)))
-    value, factors = evidence(K, blocks, chol, whitened, jitter)
+    value, factors = evidence(K, blocks, chol, whitened, jitter, ranks)
     with torch.no_grad():
         g, v = posterior_mean(A, factors), posterior_variance(A, unexplained, factors)
     value = value + constant + _follow(site, mean)
     fit = _fit(data, likelihood, site, mean.detach() + g, g, v, bool(latent_dims))
+    fit = ranks.totalled(fit)
     return (value.sum(-1) if latent_dims else value) + fit, site
 
 

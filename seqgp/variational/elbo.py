@@ -12,6 +12,7 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from gpytorch.models import ApproximateGP
 from torch import Tensor
 
+from seqgp.distributed import ALONE, Ranks
 from seqgp.likelihoods.expectations import expected_log_prob
 from seqgp.variational.state import fixed_sites
 
@@ -95,15 +96,19 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         Returns:
             A tensor of the batch shape of model and data.
         """
-        n = approximate_dist_f.event_shape[0]
+        ranks: Ranks = getattr(self.model.variational_strategy, "ranks", ALONE)
+        n = ranks.total(approximate_dist_f.event_shape[0])
         num_data = self.num_data or n
         log_likelihood = self._log_likelihood_term(approximate_dist_f, target, **kwargs) / n
+        log_likelihood = ranks.totalled(log_likelihood)
         with fixed_sites():
             kl = self.model.variational_strategy.kl_divergence() * (self.beta / num_data)
-        log_prior = self._log_prior(log_likelihood) / num_data
-        added = [term.loss() for term in self.model.added_loss_terms()]
+        kl = ranks.shared(kl)
+        log_prior = ranks.shared(self._log_prior(log_likelihood) / num_data)
+        added = self._added(ranks)
         if not self.combine_terms:
-            return (log_likelihood, kl, log_prior, *([sum(added)] if added else []))
+            terms = [torch.stack(added).sum(0)] if added else []
+            return (log_likelihood, kl, log_prior, *terms)
         return log_likelihood - kl + log_prior - sum(added)
 
     def with_priors(self, bound: Tensor, num_data: int) -> Tensor:
@@ -113,8 +118,13 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
             bound: A tensor of the batch shape of model and data.
             num_data: The number of observations.
         """
-        added = sum(term.loss() for term in self.model.added_loss_terms())
-        return (bound + self._log_prior(bound)) / num_data - added
+        ranks: Ranks = getattr(self.model.variational_strategy, "ranks", ALONE)
+        added = sum(self._added(ranks))
+        return (bound + ranks.shared(self._log_prior(bound))) / num_data - added
+
+    def _added(self, ranks: Ranks) -> list[Tensor]:
+        """Loss terms that modules of the model have added."""
+        return [ranks.shared(term.loss()) for term in self.model.added_loss_terms()]
 
     def _log_prior(self, like: Tensor) -> Tensor:
         """Unlike in GPyTorch's bounds: each prior once, in a batch of models to each its own."""

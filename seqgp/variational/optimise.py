@@ -15,6 +15,8 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
+from seqgp.distributed import Ranks
+
 Parameters = dict[str, Tensor]
 Bounds = dict[str, tuple[float | None, float | None]]
 
@@ -95,6 +97,38 @@ def adam(
         if schedule is not None:
             schedule.step()
         yield value.detach()
+
+
+def shared_loss(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], ranks: Ranks
+) -> Callable[[], Tensor]:
+    """A loss of which each rank knows the value, and its share of the gradient.
+
+    The result has the whole gradient, and the same bits on all ranks, so that an optimiser takes
+    the same steps on each of them.
+
+    Args:
+        loss: The loss.
+        parameters: What it is differentiated with respect to.
+        ranks: The processes that share the data.
+    """
+    if ranks.alone:
+        return loss
+
+    def whole() -> Tensor:
+        with ranks.together():
+            value, inputs = loss(), list(parameters.values())
+            if not (torch.is_grad_enabled() and value.requires_grad):
+                return ranks.sum(value / ranks.size)[0]
+            shares = torch.autograd.grad(value, inputs, allow_unused=True)
+            known = [
+                torch.zeros_like(p) if g is None else g for p, g in zip(inputs, shares, strict=True)
+            ]
+            total, *gradient = ranks.sum(value.detach() / ranks.size, *known)
+        slopes = zip(inputs, gradient, strict=True)
+        return total + torch.stack([((p - p.detach()) * g).sum() for p, g in slopes]).sum()
+
+    return whole
 
 
 def turning_back(

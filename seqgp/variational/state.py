@@ -162,6 +162,8 @@ class DualState(_VariationalStrategy):
     The base of `DualVariationalStrategy`, whose documentation has the arguments.
     """
 
+    #: Columns of the inducing points that have no gradient; see `placed_points`.
+    discrete_dims: tuple[int, ...] = ()
     dual_lam: Tensor
     dual_B: Tensor
     reference_points: Tensor
@@ -231,6 +233,16 @@ class DualState(_VariationalStrategy):
         self._summary_known: tuple[Tensor, int, bool] | None = None
 
     # ---------------------------------------------------------------- what it knows
+
+    @property
+    def placed_points(self) -> Tensor:
+        """``... x m x d`` inducing points, whose discrete columns have no gradient."""
+        Z: Tensor = self.inducing_points
+        if not self.discrete_dims or not Z.requires_grad:
+            return Z
+        fixed = Z.detach()
+        columns = [(fixed if i in self.discrete_dims else Z)[..., i] for i in range(Z.shape[-1])]
+        return torch.stack(columns, -1)
 
     @property
     def jitter_val(self) -> float:
@@ -463,7 +475,7 @@ class DualState(_VariationalStrategy):
         """
         leaves = self.leaves()
         if leaves is not None:
-            prior = self.model.forward(self.inducing_points)
+            prior = self.model.forward(self.placed_points)
             return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
         if self.training:
             _check_prior_is_a_function(self.model)
@@ -481,7 +493,7 @@ class DualState(_VariationalStrategy):
                 if not graph:
                     self._cache = cached
                 return cached.state
-            state = self.build(self.inducing_points)
+            state = self.build(self.placed_points)
             self._cache = _Cached(graph, fingerprint, state)
             if state.chol.requires_grad:  # a backward pass uses the graph up
                 state.chol.register_hook(lambda _: self.clear_cache())

@@ -23,13 +23,19 @@ def test_observers(name: str) -> None:
     assert (many - p).abs().mean() < 0.04
     # A trial has the same random number, in a batch or alone.
     assert torch.equal(observer.respond(X[5:6], 5, 0), observer.respond(X[:10], 0, 0)[5:6])
-    assert torch.equal(observer.initial_stimuli(3), observer.initial_stimuli(3))
+    start = observer.initial_stimuli(3)
+    assert torch.equal(start, observer.initial_stimuli(3))
+    # Initial trials end as soon as both responses have been seen.
+    responses = observer.respond(start, 0, 3)
+    assert len(start) >= observer.initial
+    assert responses.unique().numel() == 2
+    assert len(start) == observer.initial or responses[:-1].unique().numel() == 1
 
 
 def test_runs(tmp_path: object) -> None:
     name = "detection (2-d)"
-    unit = measure(name, "threshold-entropy", 0, 11)
+    unit = measure(name, "threshold-entropy", 1, 11)
     assert list(unit["scores"]) == ["10", "11"]
-    assert len(unit["seconds"]) == 1
-    table = render({f"{name}/threshold-entropy/seed0": unit}, tmp_path)  # type: ignore[arg-type]
+    assert len(unit["trial_seconds"]) == 1
+    table = render({f"{name}/threshold-entropy/seed1": unit}, tmp_path)  # type: ignore[arg-type]
     assert "| mutual information (ours) | 0." in table

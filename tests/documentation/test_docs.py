@@ -17,6 +17,7 @@ from sphinx.util.inventory import InventoryFile
 
 import seqgp
 import seqgp.ax
+from benchmarks import __main__ as benchmarks_main
 from docs.gallery import TUTORIALS
 from seqgp import (
     acquisition,
@@ -152,5 +153,13 @@ def test_promises_name_tests_that_exist() -> None:
     assert len(named) > 20
     for path, function in named:
         assert f"\ndef {function}(" in (ROOT / path).read_text(), (path, function)
-    promises = [line for line in text.split("## What is not")[0].splitlines() if line[:2] == "* "]
-    assert len(promises) <= len(named)
+    # Each bullet has one of its own.
+    for promise in re.split(r"\n\* ", text.split("## What is not")[0])[1:]:
+        assert re.search(r"`tests/[\w/]+\.py::\w+`", promise), promise
+
+
+def test_tables_are_those_of_the_committed_results() -> None:
+    page = benchmarks_main.PAGE.read_text()
+    for name in benchmarks_main.ON_PAGE:
+        block = f"{benchmarks_main.comment_of(name)}\n{benchmarks_main.whole_table(name)}\n"
+        assert block in page, f"{name}: python -m benchmarks report"

@@ -90,7 +90,8 @@ def test_table_of_acquisition_functions_is_the_tested_one() -> None:
 
 
 def test_headlines_are_those_of_the_committed_results() -> None:
-    assert headlines.render() in README.read_text()
+    block = f"{headlines.START}\n{headlines.render()}\n{headlines.END}"
+    assert block in README.read_text()
 
 
 def test_readme_is_a_page() -> None:

@@ -100,6 +100,15 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_shared_map(tmp_path: Path) -> None:
+    directory, output = run("shared_map", tmp_path)
+    assert "all robots have the same map: True" in output
+    (line,) = [line for line in output.splitlines() if line.startswith("difference")]
+    assert float(line.split()[-1]) < 1e-6
+    check_figure(directory / "figures" / "shared_map.png", 1, 3)
+
+
+@pytest.mark.slow
 def test_figure_is_not_blank(demo: tuple[Path, str]) -> None:
     check_figure(demo[0] / "figures" / "stream.png", 2, 4)
 
@@ -112,6 +121,32 @@ def test_stream_is_as_good_as_a_refit(demo: tuple[Path, str]) -> None:
         assert abs(float(stream) - float(refit)) < 0.02
     for task in (rows[:5], rows[5:]):
         assert float(task[-1][-2]) < float(task[0][-2]) - 0.1  # it has learnt something
+
+
+@pytest.mark.slow
+def test_threshold(tmp_path: Path) -> None:
+    directory, output = run("threshold", tmp_path)
+    chosen, random = (
+        float(line.split("mean error ")[1].split()[0])
+        for line in output.splitlines()
+        if "mean error" in line
+    )
+    assert chosen < 5
+    assert chosen < random  # at equal trials
+    check_figure(directory / "figures" / "threshold.png", 1, 3)
+
+
+@pytest.mark.slow
+def test_preferences(tmp_path: Path) -> None:
+    directory, output = run("preferences", tmp_path)
+    chosen, random = (
+        float(line.split("utility lost ")[1].split()[0])
+        for line in output.splitlines()
+        if "utility lost" in line
+    )
+    assert chosen < 0.5 * random  # at equal duels
+    assert chosen < 0.3  # as much as the person's noise
+    check_figure(directory / "figures" / "preferences.png", 2, 3)
 
 
 @pytest.mark.slow
@@ -226,3 +261,17 @@ def test_digits(tmp_path: Path) -> None:
                     row * height : (row + 1) * height, column * width : (column + 1) * width
                 ]
                 assert panel.std() > 0.05
+
+
+@pytest.mark.slow
+def test_drift(tmp_path: Path) -> None:
+    """An abrupt change is followed, and a stream that stays loses nothing."""
+    directory, output = run("drift", tmp_path)
+    check_figure(directory / "figures" / "drift.png", 1, 3)
+    rows = {
+        line.split()[0]: list(map(float, line.split()[1:])) for line in output.splitlines()[1:4]
+    }
+    without, auto, _, alarms = rows["stationary"]
+    assert (auto, alarms) == (without, 0)
+    assert rows["abrupt"][1] < 0.8 * rows["abrupt"][0]
+    assert rows["gradual"][1] < rows["gradual"][0]

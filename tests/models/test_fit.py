@@ -217,13 +217,29 @@ def test_more_rounds_are_never_worse() -> None:
     values = []
     for rounds in (1, 2, 4):
         X, Y = make_inputs(40, 2), latent(make_inputs(40, 2)).unsqueeze(-1)
-        model = SequentialGP(X, Y + 0.1 * torch.sin(50 * Y), inducing_points=4)
+        Y = Y + 0.1 * torch.sin(50 * Y)
+        model = SequentialGP(X, Y, inducing_points=4, learn_inducing_points=False)
         mll = DualELBO(model.likelihood, model)
         fit_gpytorch_mll(mll, rounds=rounds)
         Z = model.variational_strategy.inducing_points
         assert all((z == X).all(-1).any() for z in Z)
         values.append(mll.with_priors(model.bound()[0], model.num_data).item())
     assert values[0] <= values[1] + 1e-6
+
+
+@pytest.mark.parametrize("name", ["gaussian", "poisson"])
+def test_so_many_and_no_more_inducing_points_are_moved_by_gradient(name: str) -> None:
+    """The bound is that of moving them from where they were chosen, and higher than there."""
+    values, train = {}, data(name, n=40)
+    for learn in (None, False):
+        model = train.model(inducing_points=4, learn_inducing_points=learn)
+        mll = DualELBO(model.likelihood, model)
+        fit_gpytorch_mll(mll)
+        Z = model.variational_strategy.inducing_points
+        assert Z.shape[-2] == 4
+        assert not Z.requires_grad
+        values[learn] = mll.with_priors(model.bound()[0], model.num_data).item()
+    assert values[None] > values[False] + 1e-4
 
 
 def test_given_inducing_points_stay_unless_they_are_learnt() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from seqgp import SequentialGP
+from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.models.posteriors import ObservationPosterior, quantile
 from tests.helpers import CASES, CONJUGATE, assert_close, make_inputs, make_kernel, make_mean
 from tests.models.helpers import data, totals
@@ -266,3 +267,23 @@ def test_class_probabilities(name: str) -> None:
 def test_counts_are_no_classes() -> None:
     with pytest.raises(UnsupportedError, match="PoissonLikelihood are not classes"):
         _ = observed("poisson", 3).probabilities
+
+
+@torch.no_grad()
+def test_predict_proba() -> None:
+    X = make_inputs(12, 1)
+    label = (X > 0.5).to(X)
+    likelihood = PsychometricLikelihood(guess_rate=0.5, lapse_rate=0.1)
+    model = SequentialGP(X, label, likelihood=likelihood)
+    latent = model.posterior(X)
+    scaled = latent.mean / (1 + latent.variance).sqrt()
+    positive = 0.5 + 0.4 * torch.special.ndtr(scaled)
+    proba = model.predict_proba(X)
+    assert_close(proba, torch.cat([1 - positive, positive], -1), 1e-6)  # by quadrature
+    assert_close(proba.sum(-1), torch.ones(12), 1e-12)
+    assert model.predict_proba(X.reshape(3, 4, 1)).shape == (3, 4, 2)
+    with pytest.raises(UnsupportedError, match="GaussianLikelihood has no classes"):
+        SequentialGP(X, label).predict_proba(X)
+    several = SequentialGP(X, label.expand(12, 2), likelihood=BernoulliLikelihood())
+    with pytest.raises(UnsupportedError, match="expected one output, got 2"):
+        several.predict_proba(X)

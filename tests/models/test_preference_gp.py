@@ -309,6 +309,17 @@ def test_swapping_the_class() -> None:
     assert torch.equal(noisy.mean, ours.posterior(test).mean)
 
 
+def test_fit_to_easy_comparisons() -> None:
+    """Of which the likelihood of large outputscales is largest: they end within their prior."""
+    torch.manual_seed(0)
+    X = torch.rand(40, 1)
+    pairs = torch.arange(40).reshape(20, 2)
+    better = X[pairs[:, :1], 0] > X[pairs[:, 1:], 0]
+    model = PreferenceGP(X, torch.where(better, pairs, pairs.flip(-1)))
+    fit_gpytorch_mll(DualELBO(model.likelihood, model))
+    assert 50 < float(model.covar_module.outputscale.detach()) <= 100
+
+
 def test_construct_inputs() -> None:
     X, Y = problem()
     data = RankingDataset(
@@ -382,6 +393,17 @@ def test_bad_comparisons(Y: Tensor, message: str) -> None:
             method(X, Y)
     assert torch.equal(model.posterior(X).mean, before)
     assert model.num_seen == 30
+
+
+def test_items_that_nobody_compares_are_checked_too() -> None:
+    X, Y = problem()
+    model = make(X, Y)
+    bad = torch.cat([X, torch.full_like(X[:1], torch.nan)])
+    before = model.posterior(X).mean
+    for method in (model.update, model.condition_on_observations, model.forget, model.leverage):
+        with pytest.raises(ValueError, match="X: expected finite numbers"):
+            method(bad, Y[:2])
+    assert torch.equal(model.posterior(X).mean, before)
 
 
 def test_bad_arguments() -> None:

@@ -180,3 +180,9 @@ def test_after_a_fit_the_posterior_is_up_to_date() -> None:
     posterior = model.posterior(X)
     model.refresh()
     assert_same(posterior, model.posterior(X))
+
+
+def test_training_inputs_are_one_tensor() -> None:
+    ours, _ = pair(n=6)
+    with pytest.raises(TypeError, match="train_inputs: expected a tuple with one tensor"):
+        ours.train_inputs = ((make_inputs(6, 2), make_inputs(6, 2)),)

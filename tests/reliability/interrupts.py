@@ -17,7 +17,10 @@ def snapshot(model: SequentialGP) -> list[Tensor]:
     """Everything that an update changes."""
     held = model.stream.observations
     counts = torch.tensor([model.num_seen, model.num_updates])
-    tensors = [*model.state_dict().values(), held.inputs, held.targets, model.memory_weights]
+    # Not all buffers are in a state. Those of the strategy that are not are made when needed.
+    buffers = [b for name, b in model.named_buffers() if not name.startswith("variational")]
+    state = [*model.state_dict().values(), *buffers]
+    tensors = [*state, held.inputs, held.targets, model.memory_weights]
     return [tensor.clone() for tensor in (*tensors, counts)]
 
 

@@ -28,7 +28,6 @@ from botorch.exceptions.warnings import BotorchWarning
 from botorch.fit import fit_gpytorch_mll
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
-from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from linear_operator.utils.warnings import NumericalWarning
@@ -37,14 +36,15 @@ from torch import Tensor
 import seqgp
 from seqgp import DualELBO, SequentialGP
 from seqgp.likelihoods.traits import precision_floor
-from tests.helpers import CASES, latent
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
+from tests.reliability.subjects import SUBJECTS
 
 #: What a call may raise, and say why.
 DOCUMENTED = (ValueError, TypeError, BotorchError)
-KINDS = [*CASES, "two_outputs"]
 SEEDS = st.integers(0, 10_000)
 TEST_POINTS = 6
+#: Subjects with one output and acquisition functions of it.
+OPTIMISED = ("gaussian", "bernoulli", "poisson", "student_t", "discrete", "preferences")
 
 
 class Machine(RuleBasedStateMachine):
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
     counts: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        kind=st.sampled_from(KINDS),
+        kind=st.sampled_from(list(SUBJECTS)),
         dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
         n=st.sampled_from([0, 1, 5, 12]),
         d=st.sampled_from([1, 2]),
@@ -65,53 +65,28 @@ class Machine(RuleBasedStateMachine):
         self, kind: str, dtype: torch.dtype, n: int, d: int, m: int | None, seed: int
     ) -> None:
         self.counts["sequences"] += 1
-        self.kind, self.dtype, self.d = kind, dtype, d
+        self.counts[f"of {kind}"] += 1
+        self.subject = SUBJECTS[kind](kind, d, dtype)
         self.directory = tempfile.TemporaryDirectory()
         torch.manual_seed(seed)
-        X, Y, arguments = self.observe(n, seed)
-        options: dict[str, Any] = {}
-        if n == 0 or m is not None:  # somewhere else than the data
-            options["inducing_points"] = self.inputs(m or 3, seed + 1)
-        if kind == "fixed_noise":
-            options["train_Yvar"] = arguments["noise"]
-        elif kind != "two_outputs":
-            options["likelihood"] = CASES[kind].make().to(dtype)
-            options["likelihood_arguments"] = arguments
         with quiet():
-            self.model = SequentialGP(X, Y, **options)
+            self.model = self.subject.build(n, m, seed)
 
     def teardown(self) -> None:
         if hasattr(self, "directory"):
             self.directory.cleanup()
 
-    # ---------------------------------------------------------------- data
-
-    def inputs(self, n: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.rand(n, self.d, generator=generator, dtype=torch.float64).to(self.dtype)
-
-    def observe(self, n: int, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Possible observations; some inputs are the same."""
-        X = self.inputs(n, seed)
-        if n > 2 and seed % 3 == 0:
-            X[1] = X[0]
-        f = X.double()
-        if self.kind == "two_outputs":
-            return X, torch.stack([latent(f), latent(1 - f)], -1).to(X), {}
-        case = CASES[self.kind]
-        y = case.sample(latent(f, case.num_latents)).unsqueeze(-1) if n else f[:, :1]
-        arguments = {key: value.to(X) for key, value in case.arguments(n).items()}
-        if "noise" in arguments:
-            arguments["noise"] = arguments["noise"].unsqueeze(-1)
-        return X, y.to(X), arguments
-
     @property
     def log_concave(self) -> bool:
         return precision_floor(self.model.likelihood) is not None
 
+    @property
+    def test_inputs(self) -> Tensor:
+        return self.subject.inputs(TEST_POINTS, 77_777)
+
     def predict(self, model: Any = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), quiet():
-            f = (self.model if model is None else model).posterior(self.inputs(TEST_POINTS, 77_777))
+            f = (self.model if model is None else model).posterior(self.test_inputs)
             return f.mean, f.variance
 
     # ---------------------------------------------------------------- learning
@@ -135,7 +110,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         self.counts["update"] += 1
         seen = self.model.num_seen
-        X, Y, arguments = self.observe(n, seed)
+        X, Y, arguments = self.subject.observe(n, seed)
         options: dict[str, Any] = {} if memory is None else {"memory": memory}
         with quiet():
             record = self.model.update(
@@ -161,24 +136,23 @@ class Machine(RuleBasedStateMachine):
     )
     def refuse(self, bad: str, seed: int, conditions: bool) -> None:
         self.counts["refuse"] += 1
-        X, Y, arguments = self.observe(3, seed)
+        X, Y, arguments = self.subject.observe(3, seed)
         bad_X: Any = X
         bad_Y: Any = Y
         if bad == "nan input":
             bad_X = X.clone()
             bad_X[1, 0] = torch.nan
         elif bad in ("nan target", "inf"):
-            bad_Y = Y.clone()
+            bad_Y = Y.to(self.subject.dtype, copy=True)
             bad_Y[2, 0] = torch.nan if bad == "nan target" else torch.inf
         elif bad == "columns":
             bad_X = torch.cat([X, X], -1)
         elif bad == "rows":
-            bad_Y = Y[:2]
+            bad_Y = self.subject.too_few(Y)
         elif bad == "impossible":
-            real = ("gaussian", "fixed_noise", "student_t", "laplace", "two_outputs")
-            if self.kind in (*real, "heteroscedastic", "censored"):
+            bad_Y = self.subject.impossible(Y)
+            if bad_Y is None:
                 return
-            bad_Y = Y - 17.5
         elif bad == "complex":
             bad_Y = Y.to(torch.complex128)
         else:
@@ -209,7 +183,7 @@ class Machine(RuleBasedStateMachine):
     def interrupt(self, seed: int, where: float, then: int, learn: bool) -> None:
         """At a random line of an update, and again soon after."""
         self.counts["interrupt"] += 1
-        X, Y, arguments = self.observe(2, seed)
+        X, Y, arguments = self.subject.observe(2, seed)
 
         def learn_it(model: SequentialGP) -> None:
             with quiet():
@@ -232,46 +206,42 @@ class Machine(RuleBasedStateMachine):
         _, variance = self.predict()
         model = self.model
         for k in range(1 + twice):
-            X, Y, arguments = self.observe(n, seed + k)
+            X, Y, arguments = self.subject.observe(n, seed + k)
             with quiet():
                 model = model.condition_on_observations(X, Y, **arguments)
         mean, after = self.predict(model)
         assert mean.isfinite().all()
         assert (after >= 0).all()
         if self.log_concave:
-            slack = 1e-6 if self.dtype == torch.float64 else 1e-3
+            slack = 1e-6 if self.subject.dtype == torch.float64 else 1e-3
             assert (after <= variance * (1 + slack) + slack).all()
         assert is_same(before, snapshot(self.model))
 
     @rule(seed=SEEDS, q=st.integers(1, 2), candidates=st.integers(1, 2))
     def fantasise(self, seed: int, q: int, candidates: int) -> None:
         self.counts["fantasise"] += 1
-        if self.kind == "fixed_noise":
+        if not self.subject.can_fantasise:
             return
-        X = self.inputs(q * candidates, seed).reshape(candidates, q, self.d)
-        arguments = {
-            key: value.to(X)
-            for key, value in (
-                {} if self.kind == "two_outputs" else CASES[self.kind].arguments(q)
-            ).items()
-        }
+        X = self.subject.candidates(candidates, q, seed)
+        # Of comparisons it is drawn whether they are ties.
+        arguments = {k: v for k, v in self.subject.arguments(q).items() if k != "ties"}
         before = snapshot(self.model)
         with quiet():
             fantasies = self.model.fantasize(
                 X, SobolQMCNormalSampler(torch.Size([3]), seed=seed), **arguments
             )
-            mean = fantasies.posterior(self.inputs(TEST_POINTS, 77_777)).mean
+            mean = fantasies.posterior(self.test_inputs).mean
         assert mean.shape[:3] == (3, candidates, TEST_POINTS)
         assert mean.isfinite().all()
         assert is_same(before, snapshot(self.model))
 
     @rule(seed=SEEDS)
-    @precondition(lambda self: self.kind in ("gaussian", "bernoulli", "poisson", "student_t"))
+    @precondition(lambda self: self.subject.kind in OPTIMISED)
     def optimise(self, seed: int) -> None:
         self.counts["optimise"] += 1
         before = snapshot(self.model)
         torch.manual_seed(seed)
-        bounds = torch.tensor([[0.0], [1.0]], dtype=self.dtype).expand(2, self.d)
+        bounds = torch.tensor([[0.0], [1.0]], dtype=self.subject.dtype).expand(2, self.subject.d)
         acquisition = qUpperConfidenceBound(
             self.model, 2.0, sampler=SobolQMCNormalSampler(torch.Size([4]), seed=0)
         )
@@ -300,7 +270,7 @@ class Machine(RuleBasedStateMachine):
         assert is_same(snapshot(self.model), snapshot(other))
         for a, b in zip(self.predict(), self.predict(other), strict=True):
             assert torch.equal(a, b)
-        X, Y, arguments = self.observe(2, seed)
+        X, Y, arguments = self.subject.observe(2, seed)
         for model in (self.model, other):
             torch.manual_seed(seed)
             with quiet():
@@ -311,9 +281,11 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def convert(self) -> None:
         self.counts["convert"] += 1
-        self.dtype = torch.float32 if self.dtype == torch.float64 else torch.float64
-        self.model = self.model.to(self.dtype)
-        assert self.predict()[0].dtype == self.dtype
+        old, self.subject.dtype = self.subject.dtype, torch.float32
+        if old == torch.float32:
+            self.subject.dtype = torch.float64
+        self.model = self.model.to(self.subject.dtype)
+        assert self.predict()[0].dtype == self.subject.dtype
 
     # ---------------------------------------------------------------- always
 
@@ -322,16 +294,16 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         self.counts["steps"] += 1
-        x = self.inputs(TEST_POINTS, 77_777)
+        x = self.subject.points(TEST_POINTS, 77_777)
         with torch.no_grad(), quiet():
             f = self.model.eval()(self.model.transform_inputs(x))
             mean, covariance = f.mean, f.covariance_matrix
         assert mean.isfinite().all()
         assert (f.variance >= 0).all()
         eigenvalues = torch.linalg.eigvalsh(covariance.double())
-        slack = 1e-6 if self.dtype == torch.float64 else 1e-4
+        slack = 1e-6 if self.subject.dtype == torch.float64 else 1e-4
         assert (eigenvalues >= -slack * eigenvalues.amax(-1, keepdim=True)).all()
-        if isinstance(self.model.likelihood, BernoulliLikelihood | PoissonLikelihood):
+        if self.subject.kind in ("bernoulli", "poisson", "discrete"):
             with torch.no_grad(), quiet():
                 noisy = self.model.posterior(x, observation_noise=True).mean
             assert (noisy >= 0).all()

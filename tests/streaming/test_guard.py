@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import seqgp
 from seqgp import SequentialGP
 from seqgp.variational.frozen import frozen
 from tests.helpers import latent, make_inputs
+from tests.reliability.subjects import SUBJECTS
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -114,26 +115,62 @@ def switching() -> Iterator[None]:
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_readers_never_see_a_mixture(name: str) -> None:
     likelihood = LIKELIHOODS[name]()
-    first = make_model(likelihood)
+    check_readers(make_model(likelihood), lambda model: updates(model, likelihood), READS)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("kind", ["tasks", "preferences"])
+def test_readers_of_other_models_never_see_a_mixture(kind: str) -> None:
+    """With a task that appears, and is standardised, in one of the updates."""
+    subject = SUBJECTS[kind](kind, 2, torch.float64)
+    batches = [subject.observe(3, seed) for seed in range(4)]
+    if kind == "tasks":
+        batches = [(X[X[:, -1] != 0], Y[X[:, -1] != 0], {}) for X, Y, _ in batches[:2]]
+        batches += [subject.observe(4, seed) for seed in range(2)]
+        X, Y = torch.cat([b[0] for b in batches[:2]]), torch.cat([b[1] for b in batches[:2]])
+        first = subject.of(X, Y, inducing_points=X[:3])
+    else:
+        first = subject.build(4, 5, 9)
+
+    def learn(model: SequentialGP) -> Iterator[None]:
+        for k, (X, Y, _) in enumerate(batches):
+            model.update(X, Y, steps=2, memory=10, learn=k % 2 == 0)
+            yield
+
+    def conditioned(model: SequentialGP) -> Tensor:
+        X, Y, _ = subject.observe(2, 17)
+        return moments(model.condition_on_observations(X, Y))
+
+    check_readers(first, learn, (moments, gradient, conditioned, state, copied))
+
+
+def check_readers(
+    first: SequentialGP,
+    learn_all: Callable[[SequentialGP], Iterator[None]],
+    reads: Sequence[Callable[[SequentialGP], Tensor]],
+) -> None:
+    """Read a model while it is updated: all results have to be those between updates."""
     alone = copy.deepcopy(first)
-    possible = {read: {read(alone).numpy().tobytes()} for read in READS}
-    for _ in updates(alone, likelihood):
-        for read in READS:
+    possible = {read: {read(alone).numpy().tobytes()} for read in reads}
+    number = 1
+    for _ in learn_all(alone):
+        number += 1
+        for read in reads:
             possible[read].add(read(alone).numpy().tobytes())
-    assert all(len(found) == 1 + UPDATES for found in possible.values())
+    assert all(len(found) == number for found in possible.values())
 
     model, seen, done = first, [], threading.Event()
 
     def learn() -> None:
         torch.set_default_dtype(torch.float64)
-        for _ in updates(model, likelihood):
+        for _ in learn_all(model):
             pass
         done.set()
 
     def read_all() -> None:
         torch.set_default_dtype(torch.float64)
         while not done.is_set():
-            for read in READS:
+            for read in reads:
                 seen.append((read, read(model).numpy().tobytes()))
 
     threads = [threading.Thread(target=target) for target in (learn, read_all)]

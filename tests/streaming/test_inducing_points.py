@@ -6,13 +6,18 @@ import warnings
 
 import pytest
 import torch
+from botorch.fit import fit_gpytorch_mll
 from botorch.models.utils.inducing_point_allocators import GreedyVarianceReduction
 from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from torch import Tensor
 
-from seqgp import SequentialGP
+from seqgp import DualELBO, SequentialGP
 from seqgp.streaming.inducing_points import cluster_inducing_points, fill_up
-from seqgp.streaming.point_criterion import choose_inducing_points, inducing_cost
+from seqgp.streaming.point_criterion import (
+    choose_inducing_points,
+    explain_residuals,
+    inducing_cost,
+)
 from tests.helpers import unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -325,3 +330,70 @@ def test_too_few_inducing_points_are_said_once(monkeypatch: pytest.MonkeyPatch) 
 
     assert run() == 1
     assert run(inducing_points=7) == 0  # as many as the user wants
+
+
+def misfit(outputs: int, noise: float = 0.01) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs, inducing points, slopes of a fit, and what the points leave unexplained, densely.
+
+    The function varies faster than the kernel says.
+    """
+    generator = torch.Generator().manual_seed(0)
+    X, Z, k = torch.rand(80, 1, generator=generator) * 5, points(0, 5, 6), kernel()
+    y = torch.sin(4 * X.mT + torch.arange(outputs).unsqueeze(-1))
+    K, cross = k(X).to_dense().detach(), k(Z, X).to_dense().detach()
+    Q = cross.mT @ torch.linalg.solve(k(Z).to_dense().detach(), cross)
+    slope = torch.linalg.solve(Q + noise * torch.eye(80), y.mT).mT
+    return X, Z, slope, K - Q
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_points_are_added_where_residuals_ask_for_them(outputs: int) -> None:
+    """Each of them is the best one; they are added until little can be gained."""
+    X, Z, slope, R = misfit(outputs)
+    gained, expected = [0.5 * (slope @ R * slope).sum()], list[int]()
+    while gained[-1] > 0.01 * len(X):
+        gains = (slope @ R).square().sum(0) / R.diagonal()
+        gains[expected] = 0  # 0 / 0
+        expected.append(int(gains.argmax()))
+        R = R - R[:, expected[-1:]] @ R[expected[-1:]] / R[expected[-1], expected[-1]]
+        gained.append(0.5 * (slope @ R * slope).sum())
+    assert len(expected) > 3
+    found = explain_residuals(Z, X, kernel(), slope, 100)
+    torch.testing.assert_close(found, torch.cat([Z, X[expected]]))
+    assert len(explain_residuals(Z, X, kernel(), slope, 8)) == 8
+    assert explain_residuals(Z, X, kernel(), slope, 100, tol=1e9) is Z
+    assert explain_residuals(found, X, kernel(), 0 * slope, 100) is found
+
+
+def test_residuals_bound_what_can_be_gained() -> None:
+    """The quadratic form of the evidence is convex in the covariance."""
+    X, _, slope, R = misfit(1)
+    noise, k = 0.01 * torch.eye(80), kernel()
+    K = k(X).to_dense().detach()
+    y = slope @ (K - R + noise)
+    before, after = ((y @ torch.linalg.solve(C + noise, y.mT)).item() for C in (K - R, K))
+    exact = torch.linalg.solve(K + noise, y.mT).mT
+    assert (exact @ R @ exact.mT).item() < before - after < (slope @ R @ slope.mT).item()
+
+
+@pytest.mark.slow
+def test_a_rough_function_gets_the_points_that_it_needs() -> None:
+    """A random walk, for which the smooth default kernel promises too much."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(600, 1, generator=generator).cumsum(0) * 0.1
+    X, Y = points(0, 1, 600), f + 0.05 * torch.randn(600, 1, generator=generator)
+    order = torch.randperm(600, generator=generator)
+    train, test = order[:500], order[500:]
+    stream = SequentialGP(X[train[:100]], Y[train[:100]])
+    for part in train[100:].split(100):
+        stream.update(X[part], Y[part])
+    offline = SequentialGP(X[train], Y[train])
+    fit_gpytorch_mll(DualELBO(offline.likelihood, offline))
+
+    def nlpd(model: SequentialGP) -> float:
+        transform = model.outcome_transform
+        targets = (Y[test] - transform.means) / transform.stdvs
+        density = model.log_predictive_density(X[test], targets.squeeze(-1))
+        return -float((density - transform.stdvs.log()).mean())
+
+    assert nlpd(stream) < nlpd(offline) + 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,15 @@ from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Laplac
 
 from benchmarks.small_batches import labels
 from seqgp import DualELBO, SequentialGP
-from seqgp.streaming.learning import decide, is_better, learnable, leave_one_out
+from seqgp.streaming.learning import (
+    decide,
+    expected_density,
+    is_better,
+    learnable,
+    leave_one_out,
+    surprise_of,
+)
+from seqgp.streaming.update import SMALL_BATCH_TOLERANCE
 from tests.streaming.test_update import make_data, make_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -34,6 +43,56 @@ def test_learning_becomes_rare() -> None:
     assert all(later >= 1.2 * earlier for earlier, later in itertools.pairwise(learnt))
     assert decide(stream, 0, True).learn
     assert not decide(stream, 10**9, False).learn
+
+
+def test_surprise_is_summed_up_and_outliers_are_cut() -> None:
+    X, Y, _ = make_data("gaussian")
+    stream = make_model("gaussian", X, Y, X[:8]).stream
+    density = torch.tensor([-1.0, -2.0, -100.0, 1.0])
+    assert surprise_of(stream, density) == 0  # nothing is expected yet
+    stream = replace(stream, expected=-0.5, surprise=2.0)
+    assert surprise_of(stream, density) == pytest.approx(2 + 0.5 + 1.5 + 3 - 1.5)
+    assert surprise_of(stream, torch.tensor([2.4])) == 0
+    assert surprise_of(stream, torch.tensor([[-1.0], [torch.nan]])) == pytest.approx(2.5)
+    assert surprise_of(stream, density[:0]) == 2
+
+
+def test_surprise_is_a_reason_to_learn() -> None:
+    X, Y, _ = make_data("gaussian")
+    stream = make_model("gaussian", X, Y, X[:8]).stream
+    stream = replace(stream, num_seen=1000, learned_at=1000, restarted_at=900)
+    assert not decide(stream, 1, None, surprise=50.0).learn
+    first = decide(stream, 1, None, surprise=51.0)
+    assert first.learn
+    assert not first.restart
+    assert "51 nats" in first.reason
+    assert decide(stream, 100, None, surprise=99.0).restart
+    assert not decide(stream, 1, False, surprise=1e9).learn
+
+
+def test_what_is_expected_does_not_depend_on_units() -> None:
+    """But for the density of the units themselves."""
+    X, Y, _ = make_data("gaussian")
+    expected = []
+    for scale in (1.0, 100.0):
+        model = SequentialGP(X[:20], 3 + scale * Y[:20])
+        model.update(X[20:], 3 + scale * Y[20:])
+        assert model.stream.expected == expected_density(model)
+        expected.append(model.stream.expected)
+    assert expected[0] - expected[1] == pytest.approx(math.log(100.0), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_what_comes_late_is_learnt_at_once() -> None:
+    """A narrow peak at the end of a sorted stream does not pass for noise."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(600, 1, generator=generator).sort(0).values
+    f = 5 * torch.exp(-((X - 0.93) ** 2) / 0.001)
+    Y = f + 0.1 * torch.randn(600, 1, generator=generator)
+    model = SequentialGP(X[:50], Y[:50])
+    reasons = [model.update(x, y).decision for x, y in batches(X[50:], Y[50:], 50)]
+    assert any("less probable" in reason for reason in reasons[-3:])
+    assert error(model, X, f) < 0.1
 
 
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "binomial", "softmax"])
@@ -170,3 +229,21 @@ def test_nothing_new_changes_nothing() -> None:
     assert record.steps == 0
     assert "few more" in record.decision
     assert all(torch.equal(v, values[k]) for k, v in model.hyperparameter_values().items())
+
+
+def test_small_batches_end_where_the_sites_have_converged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loose tolerance at each of them does not add up."""
+    X, Y = labels(400, seed=0)
+    probabilities, steps = [], []
+    for tolerance in (SMALL_BATCH_TOLERANCE, 1e-10):
+        monkeypatch.setattr("seqgp.streaming.update.SMALL_BATCH_TOLERANCE", tolerance)
+        model = SequentialGP(X[:300], Y[:300], likelihood=BernoulliLikelihood())
+        model.update(X[300:301], Y[300:301], memory=200)
+        for part in torch.arange(301, 340).split(3):
+            steps.append(model.update(X[part], Y[part]).steps)
+        probabilities.append(model.posterior(X[340:], observation_noise=True).mean)
+    assert set(steps) == {0}
+    torch.testing.assert_close(*probabilities, rtol=0, atol=2e-4)
+    assert not torch.equal(*probabilities)

@@ -1,0 +1,269 @@
+"""Processes that share one data set, each with a shard of it, on `torch.distributed`.
+
+What a model knows is a sum over observations. So each process (a *rank*) sums over its own shard,
+one all-reduce adds up the sums, and all ranks go on with the same numbers to the same decisions.
+
+A rank that fails must not leave the others waiting. Every exchange therefore begins with a short
+header in which each rank says whether it has failed. One that has, wherever in its own code, sends
+its next header with that flag (`Ranks.together`), meets whatever exchange the others are waiting
+in, and all ranks raise its error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+
+#: Elements up to which sums are gathered and added up in the order of the ranks.
+_SMALL = 1024
+#: What an exchange is for, as part of its header: all ranks must want the same.
+_FAILED, _AGREE, _SUM, _GATHER = -1, 0, 1, 2
+
+
+class Ranks:
+    """The processes that share the data of a model; without a group, this one alone.
+
+    All methods but the properties are collective: every rank calls them, in the same order.
+
+    Args:
+        process_group: A group of `torch.distributed` (``torch.distributed.group.WORLD`` for all
+            processes), ``None`` for this process alone.
+
+    Example:
+        >>> import torch
+        >>> from seqgp.distributed import Ranks
+        >>> alone = Ranks()
+        >>> alone.size, alone.gather(torch.ones(3)).shape
+        (1, torch.Size([3]))
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.group = process_group
+        self.rank, self.size = 0, 1
+        if process_group is not None:
+            if not isinstance(process_group, dist.ProcessGroup):
+                raise TypeError(
+                    "process_group: expected a group of torch.distributed, such as "
+                    f"torch.distributed.group.WORLD, got {process_group!r:.60}."
+                )
+            self.rank, self.size = dist.get_rank(process_group), process_group.size()
+        #: Bytes that this rank has contributed to exchanges so far.
+        self.bytes_sent = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # copies of a model belong to the same processes
+
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            raise TypeError(
+                "A model with a process_group cannot be pickled: save it with seqgp.save, or "
+                "pickle what model.gathered() returns."
+            )
+        return Ranks, ()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else."""
+        return self.size == 1
+
+    # ---------------------------------------------------------------- exchanges
+
+    def agree(self) -> None:
+        """Wait for all ranks; raises on each of them if one has failed."""
+        self.commit(lambda: None)
+
+    def commit(self, change: Callable[[], None]) -> None:
+        """Make a change on all ranks, or on none of them if one has failed before.
+
+        Args:
+            change: What to do to the model of this rank. It cannot be interrupted.
+        """
+        if self.alone:
+            change()
+            return
+        with _exchange(self):
+            self._header(_AGREE, 0, 0)
+            change()
+
+    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Sums over the ranks of tensors of the same shapes, the same bits on all of them."""
+        if self.alone or not tensors:
+            return tensors
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        with _exchange(self):
+            self._header(_SUM, 0, 16 * flat.numel() + flat.element_size())
+            if flat.numel() <= _SMALL:
+                flat = self._all_gather(flat).sum(0)
+            else:
+                self.bytes_sent += flat.numel() * flat.element_size()
+                dist.all_reduce(flat, group=self.group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return tuple(p.reshape(t.shape).to(t) for p, t in zip(parts, tensors, strict=True))
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of the ranks' elements; NaN if one of them is."""
+        return tensor if self.alone else self.gather(tensor.unsqueeze(0), 0).amax(0)
+
+    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' tensors one after the other; their sizes may differ in that dimension."""
+        if self.alone:
+            return tensor
+        dim = dim % tensor.dim()
+        rows = tensor.detach().movedim(dim, 0)
+        with _exchange(self):
+            width = rows.shape[1:].numel()
+            counts = self._header(_GATHER, len(rows), 16 * width + rows.element_size())
+            padded = rows.new_zeros(max(counts), *rows.shape[1:])
+            padded[: len(rows)] = rows
+            gathered = self._all_gather(padded)
+        parts = [part[:count] for part, count in zip(gathered, counts, strict=True)]
+        return torch.cat(parts).movedim(0, dim)
+
+    def counts(self, number: int) -> list[int]:
+        """The numbers of all ranks."""
+        if self.alone:
+            return [number]
+        with _exchange(self):
+            return self._header(_GATHER, number, -1)
+
+    def total(self, number: int) -> int:
+        """The sum of whole numbers."""
+        return sum(self.counts(number))
+
+    # ---------------------------------------------------------------- gradients
+
+    def totalled(self, share: Tensor) -> Tensor:
+        """The sum over the ranks; its gradient on each of them is that of its own share."""
+        if self.alone:
+            return share
+        (total,) = self.sum(share)
+        return total + (share - share.detach()) if share.requires_grad else total
+
+    def shared(self, common: Tensor) -> Tensor:
+        """What all ranks have computed alike; its gradient is divided among them."""
+        if self.alone or not common.requires_grad:
+            return common
+        return common.detach() + (common - common.detach()) / self.size
+
+    # ---------------------------------------------------------------- failure
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An error within is raised by all ranks, at the latest at their next exchange.
+
+        It is that of the first rank that has failed, and says which that is. A rank that has ended,
+        or does not answer within the timeout of the group, is a `ConnectionError`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.alone or getattr(error, "is_shared", False):
+                raise
+            try:
+                with _exchange(self):
+                    self._header(_FAILED, 0, 0, error)
+            except BaseException as shared:
+                raise shared from error
+
+    def _header(
+        self, kind: int, number: int, key: int, error: BaseException | None = None
+    ) -> list[int]:
+        """What each rank is about to do: the numbers of all ranks, unless one of them fails."""
+        own = torch.tensor([kind, number, key], device=self._device)
+        rows = self._all_gather(own).tolist()
+        failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
+        if failed:
+            text = "" if error is None else f"{type(error).__name__}\n{error}"
+            words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)
+            sizes = self._all_gather(own.new_tensor(len(words))).tolist()
+            padded = words.new_zeros(max(sizes))
+            padded[: len(words)] = words
+            message = self._all_gather(padded)[failed[0]][: sizes[failed[0]]]
+            raise _shared(bytes(message.tolist()).decode(), failed[0])
+        if any(row[0] != kind or row[2] != key for row in rows):
+            raise _marked(
+                RuntimeError(
+                    "The ranks have called different methods of the model, or with options or "
+                    "observations of different kinds. All that learns has to be called by every "
+                    "rank, in the same order and with the same options."
+                )
+            )
+        return [row[1] for row in rows]
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        """``size x ...``, the tensors of all ranks, which have the same shape."""
+        tensor = tensor.contiguous()
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        result = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(result, tensor, group=self.group)
+        return torch.stack(result)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the group exchanges small tensors."""
+        on_gpu = dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+#: This process, alone.
+ALONE = Ranks()
+
+
+def _marked(error: BaseException) -> BaseException:
+    """An error that all ranks raise, and that nobody needs to be told about."""
+    error.is_shared = True  # type: ignore[attr-defined]
+    return error
+
+
+def _shared(text: str, rank: int) -> BaseException:
+    """The error that all ranks raise for that of one of them."""
+    name, _, message = text.partition("\n")
+    kind = {"NanError": NanError, "NotPSDError": NotPSDError}.get(name, getattr(builtins, name, 0))
+    message = f"Rank {rank}: {message}" if message else f"Rank {rank}: {name}"
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        kind, message = RuntimeError, f"{message} ({name})"
+    try:
+        return _marked(kind(message))
+    except TypeError:  # it wants to know more
+        return _marked(RuntimeError(f"{message} ({name})"))
+
+
+@contextmanager
+def _exchange(ranks: Ranks) -> Iterator[None]:
+    """An exchange is not interrupted halfway; an interrupt that came meanwhile is raised after it.
+
+    If another process has ended or does not answer, that is a `ConnectionError`.
+    """
+    interrupts: list[Any] = []
+    handler = None
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            signal.signal(signal.SIGINT, lambda *args: interrupts.append(args))
+    try:
+        yield
+    except RuntimeError as error:
+        if getattr(error, "is_shared", False):
+            raise
+        reason = str(error).splitlines()[0]
+        raise _marked(
+            ConnectionError(
+                f"Rank {ranks.rank} of {ranks.size} has lost another process of the group, which "
+                "has ended or does not answer within the timeout. This model is as it was; end "
+                f"all processes, and resume from a checkpoint ({reason:.200})."
+            )
+        ) from error
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+    if interrupts and callable(handler):
+        handler(*interrupts[0])

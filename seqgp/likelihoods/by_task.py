@@ -1,0 +1,196 @@
+"""A likelihood for each task of a model of several tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import BetaLikelihood, Likelihood
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.expectations import (
+    conditional_log_prob,
+    expectations,
+    expected_log_prob,
+    per_target,
+)
+from seqgp.likelihoods.predictive import log_predictive
+from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
+from seqgp.likelihoods.traits import has_one_latent
+
+__all__ = ["TaskLikelihood"]
+
+
+class TaskLikelihood(OneDimensionalLikelihood):
+    r"""A likelihood of its own for each task: an observation of task ``t`` has the ``t``-th.
+
+    .. math:: p(y_i \mid f_i) = p_{t_i}(y_i \mid f_i).
+
+    The index :math:`t_i` of the task is a per-point argument, ``task=``, ``... x n``.
+
+    Args:
+        likelihoods: One for each task, each of one latent function.
+
+    Example:
+        >>> from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
+        >>> likelihood = TaskLikelihood([BernoulliLikelihood(), PoissonLikelihood()])
+        >>> likelihood(torch.zeros(2), task=torch.tensor([0, 1])).mean
+        tensor([0.5000, 0.6931])
+    """
+
+    def __init__(self, likelihoods: Sequence[Likelihood]) -> None:
+        super().__init__()
+        for index, each in enumerate(likelihoods):
+            if not isinstance(each, Likelihood) or not has_one_latent(each):
+                raise TypeError(
+                    f"likelihoods[{index}]: expected a likelihood of one latent function, got "
+                    f"{each!r:.50}."
+                )
+        if not likelihoods:
+            raise ValueError("likelihoods: expected at least one, got none.")
+        self.likelihoods = torch.nn.ModuleList(likelihoods)
+
+    def forward(
+        self, function_samples: Tensor, *args: Any, task: Tensor | None = None, **kwargs: Any
+    ) -> TaskDistribution:
+        """The distribution of observations given latent values ``... x n``."""
+        task = self._checked(task)
+        return TaskDistribution(
+            [each.forward(function_samples, **kwargs) for each in self.likelihoods],
+            task.expand(function_samples.shape),
+        )
+
+    def _checked(self, task: Tensor | None) -> Tensor:
+        if task is None:
+            raise TypeError("task: expected the index of each observation's task, got None.")
+        return task
+
+    def each(
+        self,
+        function: Callable[..., Any],
+        targets: Tensor,
+        *latents: Tensor,
+        task: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What a function of a likelihood and its targets is, for the task of each target.
+
+        For targets of other tasks a likelihood is evaluated at one that is possible, so that the
+        result, of which nothing is used there, is finite, and so are derivatives.
+
+        Args:
+            function: Takes a likelihood, targets, what is known of the latents, and ``kwargs``.
+            targets: ``... x n`` targets.
+            latents: Tensors that broadcast to it.
+            task: ``... x n`` indices of tasks.
+            kwargs: Per-point arguments of the likelihoods.
+        """
+        task, result = self._checked(task), None
+        for index, likelihood in enumerate(self.likelihoods):
+            mine = task == index
+            own = function(
+                likelihood, targets.where(mine, _possible(likelihood)), *latents, **kwargs
+            )
+            if result is None:
+                result = own
+            elif isinstance(own, Expectations):
+                pairs = zip(own, result, strict=True)
+                result = Expectations(*(torch.where(mine, a, b) for a, b in pairs))
+            else:
+                result = torch.where(mine, own, result)
+        return result
+
+
+class TaskDistribution(Distribution):
+    """Observations of several tasks, each of which has a distribution of its own.
+
+    Args:
+        distributions: One for each task, with batch shapes ``... x n``.
+        task: ``... x n`` indices of tasks.
+    """
+
+    def __init__(self, distributions: Sequence[Distribution], task: Tensor) -> None:
+        super().__init__(task.shape, validate_args=False)
+        self.distributions, self.task = list(distributions), task
+
+    def chosen(self, function: Callable[[Distribution], Tensor]) -> Tensor:
+        """What a function of a distribution is, for the task of each observation."""
+        result = function(self.distributions[0])
+        for index, each in enumerate(self.distributions[1:], 1):
+            result = torch.where(self.task == index, function(each).to(result), result)
+        return result
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What can be observed of each task."""
+        return _Support(self)
+
+    @property
+    def mean(self) -> Tensor:
+        """``... x n``."""
+        return self.chosen(lambda each: each.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """``... x n``."""
+        return self.chosen(lambda each: each.variance)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """``... x n``."""
+        return self.chosen(lambda each: each.log_prob(value))
+
+
+class _Support(constraints.Constraint):
+    def __init__(self, distribution: TaskDistribution) -> None:
+        self.distribution = distribution
+        self.is_discrete = False
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether each value is possible for its task."""
+
+        def possible(each: Distribution) -> Tensor:
+            support: Any = each.support
+            return support.check(value)
+
+        return self.distribution.chosen(possible)
+
+    def __repr__(self) -> str:
+        return "the likelihood of their task"
+
+
+def _possible(likelihood: Likelihood) -> float:
+    """A target that a likelihood can have observed."""
+    return 0.5 if isinstance(likelihood, BetaLikelihood) else 1.0
+
+
+@expectations.register(TaskLikelihood)
+def _expectations(
+    likelihood: TaskLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Expectations:
+    mean, variance = per_target(likelihood, targets, mean, variance)
+    return likelihood.each(expectations, targets, mean, variance, **kwargs)
+
+
+@expected_log_prob.register(TaskLikelihood)
+def _expected_log_prob(
+    likelihood: TaskLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    return likelihood.each(expected_log_prob, targets, mean, variance, **kwargs)
+
+
+@log_predictive.register(TaskLikelihood)
+def _log_predictive(
+    likelihood: TaskLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    return likelihood.each(log_predictive, targets, mean, variance, **kwargs)
+
+
+@conditional_log_prob.register(TaskLikelihood)
+def _conditional_log_prob(
+    likelihood: TaskLikelihood, targets: Tensor, samples: Tensor, **kwargs: Any
+) -> Tensor:
+    return likelihood.each(conditional_log_prob, targets, samples, **kwargs)

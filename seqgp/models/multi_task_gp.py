@@ -1,0 +1,582 @@
+"""`SequentialMultiTaskGP`: correlated outputs, each with a likelihood of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from botorch.acquisition.objective import PosteriorTransform
+from botorch.models import MultiTaskGP
+from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.models.utils.assorted import fantasize as fantasize_flag
+from botorch.models.utils.gpytorch_modules import (
+    get_covar_module_with_dim_scaled_prior,
+    get_gaussian_likelihood_with_lognormal_prior,
+)
+from botorch.models.utils.priors import BetaPrior
+from botorch.posteriors import GPyTorchPosterior, Posterior, TransformedPosterior
+from botorch.sampling.base import MCSampler
+from botorch.utils.datasets import SupervisedDataset
+from botorch.utils.types import DEFAULT, _DefaultType
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.means import ConstantMean, Mean, MultitaskMean
+from gpytorch.priors import Prior
+from linear_operator import to_dense
+from torch import Tensor
+
+from seqgp.distributed import Ranks
+from seqgp.likelihoods.by_task import TaskLikelihood
+from seqgp.likelihoods.traits import is_conjugate, is_real_valued
+from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.sequential_gp import SequentialGP
+from seqgp.models.tasks import (
+    TaskKernel,
+    TaskMean,
+    TaskStandardize,
+    check_tasks,
+    long_format,
+    task_index,
+    with_task_column,
+)
+from seqgp.observations import Observations
+from seqgp.streaming.draft import adopt, draft_of
+from seqgp.streaming.guard import reads, writes
+from seqgp.streaming.update import UpdateRecord
+from seqgp.validation import (
+    check_inputs,
+    check_instance,
+    check_points,
+    check_tensor,
+    check_Y,
+    is_whole,
+)
+from seqgp.variational.frozen import frozen
+
+Likelihoods: TypeAlias = Likelihood | Sequence[Likelihood] | Mapping[int, Likelihood]
+
+
+class SequentialMultiTaskGP(SequentialGP):
+    r"""Outputs that inform each other, learnt from a stream, each with its own likelihood.
+
+    It takes the place of `botorch.models.MultiTaskGP`, whose arguments come first: a column of the
+    inputs says which task an observation belongs to, and the prior is
+    :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (ICM), with the same kernels and priors. With
+    Gaussian observations and an inducing point at each input, posteriors at equal hyperparameters
+    are those of `MultiTaskGP`. What that cannot do:
+
+    * each task can have a likelihood of its own: an objective that is Gaussian, a yield that is a
+      count and a validity that is a label, correlated;
+    * streaming by `update`, one task at a time if need be, also of tasks that appear later, if
+      they are declared by ``all_tasks``; conditioning and fantasies, across tasks.
+
+    Inducing points never leave the values of tasks. Observations are standardised task by task, if
+    they are real numbers, where `MultiTaskGP` standardises them together.
+
+    Args:
+        train_X: ``n x (d + 1)`` inputs, of which one column has the task; ``n x d`` if
+            ``task_feature`` is ``None``.
+        train_Y: ``n x 1`` observations. If ``task_feature`` is ``None``, ``n x m``, a column for
+            each of the tasks ``0, ..., m - 1``, NaN where a task was not observed.
+        task_feature: The index of the task column; ``None`` for wide data. Their tasks get a
+            column behind the others.
+        train_Yvar: ``n x 1`` noise variances, if all tasks are Gaussian.
+        mean_module: The mean; by default a constant for each task.
+        covar_module: The kernel of the inputs without the task; by default BoTorch's.
+        likelihood: One for each task, as a list in ascending order of the tasks or as a dictionary
+            by task, or one for all of them. By default Gaussians, each with noise of its own.
+        task_covar_prior: The prior of the correlations of tasks; by default that of `MultiTaskGP`.
+        output_tasks: The tasks that `posterior` is about; by default all.
+        rank: The rank of the covariance of the tasks; by default their number.
+        all_tasks: All tasks that may appear; by default those in ``train_X``.
+        outcome_transform: By default `TaskStandardize`; ``None`` for nothing.
+        input_transform: Applied to all inputs; it has to leave the task column as it is.
+        validate_task_values: For `MultiTaskGP`'s sake; they are always checked.
+        options: Further options of `SequentialGP` (``inducing_points``, ``process_group``, ...).
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+        >>> x = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
+        >>> Y = torch.cat([torch.sin(6 * x), (x < 0.5).to(x)], -1)
+        >>> Y[10:, 0] = torch.nan  # the objective was not observed there
+        >>> each = [GaussianLikelihood(), BernoulliLikelihood()]
+        >>> model = SequentialMultiTaskGP(x, Y, None, likelihood=each)
+        >>> model.posterior(x).mean.shape  # of both latent functions
+        torch.Size([20, 2])
+        >>> model.num_data
+        30
+    """
+
+    all_tasks: tuple[int, ...]
+    output_tasks: tuple[int, ...]
+    task_feature: int
+
+    def __init__(
+        self,
+        train_X: Tensor,
+        train_Y: Tensor,
+        task_feature: int | None,
+        train_Yvar: Tensor | None = None,
+        mean_module: Mean | None = None,
+        covar_module: Kernel | None = None,
+        likelihood: Likelihoods | None = None,
+        task_covar_prior: Prior | _DefaultType | None = DEFAULT,
+        output_tasks: Sequence[int] | None = None,
+        rank: int | None = None,
+        all_tasks: Sequence[int] | None = None,
+        outcome_transform: OutcomeTransform | _DefaultType | None = DEFAULT,
+        input_transform: InputTransform | None = None,
+        validate_task_values: bool = True,
+        **options: Any,
+    ) -> None:
+        ranks = Ranks(options.get("process_group"))
+        with ranks.together():
+            check_inputs(train_X, name="train_X")
+            if train_X.dim() != 2:
+                raise ValueError(
+                    f"train_X: expected shape n x (d + 1), got {tuple(train_X.shape)}."
+                )
+            if task_feature is None:
+                check_Y(train_X, train_Y, "train_X", "train_Y")
+                if train_Yvar is not None:
+                    raise ValueError(
+                        "train_Yvar: noise variances need observations in long format."
+                    )
+                tasks = all_tasks = _distinct(all_tasks or range(train_Y.shape[-1]), "all_tasks")
+                if len(tasks) != train_Y.shape[-1]:
+                    raise ValueError(
+                        f"train_Y: expected a column for each of {len(tasks)} tasks, got "
+                        f"{train_Y.shape[-1]}."
+                    )
+                feature = train_X.shape[-1]
+                train_X, train_Y = long_format(train_X, train_Y, tasks, feature)
+            else:
+                d = train_X.shape[-1]
+                if not is_whole(task_feature) or not -d <= task_feature < d:
+                    raise ValueError(
+                        f"task_feature: expected a column of {d}, got {task_feature!r}."
+                    )
+                feature = int(task_feature) % d
+            seen = ranks.gather(train_X[:, feature]).unique().tolist()
+            if any(value != round(value) for value in seen):
+                check_tasks(train_X[:, feature], [round(v) for v in seen], "train_X")
+            tasks = _distinct(all_tasks or [int(value) for value in seen], "all_tasks")
+            check_tasks(train_X[:, feature], tasks, "train_X")
+            outputs = tuple(tasks if output_tasks is None else output_tasks)
+            if not outputs or set(outputs) - set(tasks):
+                raise ValueError(f"output_tasks: expected some of {tasks}, got {list(outputs)}.")
+            noisy = train_Yvar is not None
+            chosen = None if noisy and likelihood is None else _likelihood(likelihood, tasks)
+            others = [i for i in range(train_X.shape[-1]) if i != feature]
+            if covar_module is None:
+                covar_module = get_covar_module_with_dim_scaled_prior(
+                    ard_num_dims=len(others), active_dims=others
+                )
+            elif covar_module.active_dims is None:
+                covar_module.active_dims = torch.tensor(others, device=train_X.device)
+            if task_covar_prior is DEFAULT:
+                task_covar_prior = BetaPrior(concentration1=2.5, concentration0=1.5)
+            kernel = TaskKernel(
+                tasks,
+                len(tasks) if rank is None else rank,
+                task_prior=task_covar_prior,
+                active_dims=[feature],
+            )
+            if mean_module is None:
+                mean_module = MultitaskMean(ConstantMean(), num_tasks=len(tasks))
+            if isinstance(mean_module, MultitaskMean):
+                mean_module = TaskMean(mean_module, tasks, feature)
+            if outcome_transform is DEFAULT:
+                outcome_transform = _default_transform(chosen, tasks, feature, train_X, seen)
+            arguments = {}
+            if isinstance(chosen, TaskLikelihood):
+                values = torch.tensor([float(t) for t in tasks], device=train_X.device)
+                arguments["task"] = task_index(train_X[:, feature], values)
+            check_instance(input_transform, InputTransform, "input_transform")
+            super().__init__(
+                train_X,
+                train_Y,
+                train_Yvar,
+                chosen,
+                (covar_module * kernel).to(train_X),
+                mean_module,
+                outcome_transform,
+                input_transform,
+                likelihood_arguments=arguments,
+                discrete_dims=(feature,),
+                **options,
+            )
+        self.all_tasks, self.output_tasks, self.task_feature = tuple(tasks), outputs, feature
+        self._num_outputs = len(outputs)
+        Z = self.variational_strategy.inducing_points
+        check_tasks(Z[..., feature].detach(), tasks, "inducing_points")
+
+    # ---------------------------------------------------------------- tasks
+
+    @property
+    def num_columns(self) -> int:
+        """Observations have one column: they are in long format."""
+        return 1
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of tasks."""
+        return len(self.all_tasks)
+
+    @property
+    def task_covariance(self) -> Tensor:
+        """``t x t``, the covariance of the tasks."""
+        kernel: Any = self.covar_module.kernels[-1]
+        return kernel.covar_matrix.detach()
+
+    def _index(self, X: Tensor) -> Tensor:
+        """``... x n`` indices of tasks, of inputs with a task column that has been checked."""
+        tasks = X.new_tensor([float(t) for t in self.all_tasks])
+        return task_index(X[..., self.task_feature], tasks)
+
+    def _is_long(self, X: Tensor, name: str = "X") -> bool:
+        """Whether inputs have a task column, whose values are checked."""
+        check_points(X, None, name)
+        if X.shape[-1] == self.num_inputs - 1:
+            return False
+        check_points(X, self.num_inputs, name)
+        check_tasks(X[..., self.task_feature], self.all_tasks, name)
+        return True
+
+    def _task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+        return {"task": self._index(X)} if isinstance(self.likelihood, TaskLikelihood) else {}
+
+    def _long(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+        """New observations in long format; those in wide format may be of all or output tasks."""
+        if self._is_long(X):
+            return X, Y
+        check_tensor(Y, "Y")
+        m = Y.shape[-1] if Y.dim() == 2 else 0
+        tasks = self.all_tasks if m == self.num_tasks else self.output_tasks
+        if m != len(tasks) or Y.shape[0] != X.shape[0] or X.dim() != 2:
+            raise ValueError(
+                f"Y: expected a column for each of {self.num_tasks} tasks, since X has no task "
+                f"column, got {tuple(Y.shape)} for X of shape {tuple(X.shape)}."
+            )
+        return long_format(X, Y.to(X), tasks, self.task_feature)
+
+    def checked(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
+    ) -> Observations:
+        """New observations as the model stores them; raises if anything is wrong with them.
+
+        Args:
+            X: ``n x (d + 1)`` inputs, or ``n x d`` if ``Y`` is in wide format.
+            Y: ``n x 1`` observations, or ``n x m``.
+            noise: As for `SequentialGP`.
+            arguments: Likewise.
+        """
+        X, Y = self._long(X, Y)
+        return super().checked(X, Y, noise, {**self._task_arguments(X), **arguments})
+
+    @writes
+    def update(self, X: Tensor, Y: Tensor, *args: Any, **kwargs: Any) -> UpdateRecord:
+        """Learn from the next batch of a stream; see `SequentialGP.update`.
+
+        Args:
+            X: ``n' x (d + 1)`` inputs, or ``n' x d`` if ``Y`` is in wide format.
+            Y: ``n' x 1`` observations, or ``n' x m``, a column for each task, NaN where it was not
+                observed.
+            args: As for `SequentialGP.update`.
+            kwargs: Likewise.
+        """
+        ranks = self.variational_strategy.ranks
+        with ranks.together():
+            X, Y = self._long(X, Y)
+            transform = getattr(self, "outcome_transform", None)
+            new = {}
+            if isinstance(transform, TaskStandardize):
+                new = self._new_tasks(transform, X, Y)
+        if not new:
+            return super().update(X, Y, *args, **kwargs)
+        # Nothing is known of these tasks in other units. Their scales are learnt on the side, too,
+        # and adopted together with the rest of the update.
+        draft: Any = draft_of(self, learn=True)
+        for i, values in new.items():
+            draft.outcome_transform.learn_task(i, values)
+        draft.note_hyperparameters()
+        with ranks.together():
+            record = SequentialGP.update(draft, X, Y, *args, **kwargs)
+            ranks.commit(lambda: adopt(self, draft))
+        return record
+
+    def _new_tasks(self, transform: TaskStandardize, X: Tensor, Y: Tensor) -> dict[int, Tensor]:
+        """Observations of tasks that appear for the first time, by the indices of the tasks."""
+        check_Y(X, Y, "X", "Y", 1, self.likelihood)
+        missing = [i for i in range(self.num_tasks) if i not in transform.observed]
+        if not missing:
+            return {}
+        ranks = self.variational_strategy.ranks
+        index = ranks.gather(self._index(X))
+        targets = ranks.gather(self.in_precision(Y.detach()).flatten())
+        values = {i: targets[index == i] for i in missing}
+        return {i: each for i, each in values.items() if len(each)}
+
+    # ---------------------------------------------------------------- predictions
+
+    @reads
+    def posterior(  # type: ignore[override]
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: PosteriorTransform | None = None,
+        **arguments: Any,
+    ) -> Posterior:
+        """The posterior at inputs without a task, of all output tasks, or with one, of that task.
+
+        Args:
+            X: ``... x q x d`` inputs, or ``... x q x (d + 1)``.
+            output_indices: Tasks, instead of the output tasks; only for inputs without one.
+            observation_noise: Whether to include the noise of observations. Unless all tasks are
+                Gaussian, the result is a posterior over observations.
+            posterior_transform: Applied to the posterior.
+            arguments: There are none.
+
+        Returns:
+            A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has the task.
+        """
+        if isinstance(observation_noise, Tensor):
+            raise NotImplementedError(
+                "observation_noise: expected True or False; noise variances of new observations "
+                "of several tasks are not supported, as in MultiTaskGP."
+            )
+        m, long = 1, self._is_long(X)
+        q = X.shape[-2]
+        if long:
+            if output_indices is not None:
+                raise ValueError("output_indices: expected None, since X has a task column.")
+            X_full = X
+        else:
+            tasks = self.output_tasks if output_indices is None else tuple(output_indices)
+            if set(tasks) - set(self.all_tasks):
+                raise ValueError(
+                    f"output_indices: expected some of {list(self.all_tasks)}, got {list(tasks)}."
+                )
+            m, X_full = len(tasks), with_task_column(X, tasks, self.task_feature)
+        index = self._index(X_full)
+        if self.training:
+            self.eval()
+        f = self(self._predicted_at(X_full))
+        mean, covariance = f.mean, f.lazy_covariance_matrix
+        gaussian = observation_noise is False or self._is_gaussian()
+        if observation_noise and gaussian:
+            covariance = covariance.add_diagonal(self._noise_of(index).expand(mean.shape))
+        offset, scale = self._units(index)
+        if gaussian:
+            mean = offset + scale * mean
+            dense = to_dense(covariance) * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+            posterior: Posterior = GPyTorchPosterior(_of_tasks(mean, dense, q, m))
+        else:
+            latent = GPyTorchPosterior(_of_tasks(mean, to_dense(covariance), q, m))
+            rows = {}
+            if isinstance(self.likelihood, TaskLikelihood):
+                rows["task"] = index.unflatten(-1, (m, q))
+            observed = ObservationPosterior(latent, frozen(self.likelihood), rows)
+            a, b = (each.unflatten(-1, (m, q)).mT for each in (offset, scale))
+            posterior = TransformedPosterior(
+                observed,
+                sample_transform=lambda y: a + b * y,
+                mean_transform=lambda mean, variance: a + b * mean,
+                variance_transform=lambda mean, variance: b.square() * variance,
+            )
+        if posterior_transform is not None:
+            posterior = posterior_transform(posterior=posterior, X=X)
+        return posterior
+
+    def _is_gaussian(self) -> bool:
+        """Whether observations of all tasks are Gaussian."""
+        if isinstance(self.likelihood, TaskLikelihood):
+            return all(map(is_conjugate, self.likelihood.likelihoods))
+        return is_conjugate(self.likelihood)
+
+    def _noise_of(self, index: Tensor) -> Tensor:
+        """``... x n`` noise variances of Gaussian observations, by the indices of tasks."""
+        likelihood: Any = self.likelihood
+        if isinstance(likelihood, TaskLikelihood):
+            parts: list[Any] = list(likelihood.likelihoods)
+            return torch.cat([each.noise.reshape(1) for each in parts])[index]
+        if isinstance(likelihood, FixedNoiseGaussianLikelihood):  # the mean of each task's
+            held = self.stream.observations
+            known, noise = self._index(held.inputs), held.arguments["noise"]
+            means = [noise[known == i].mean() for i in range(self.num_tasks)]
+            return torch.stack(means)[index]
+        return likelihood.noise.expand(index.shape)
+
+    def _units(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Offset and scale of observations, ``... x n``, by the indices of tasks."""
+        transform = getattr(self, "outcome_transform", None)
+        like = self.variational_strategy.inducing_points
+        if transform is None:
+            return like.new_zeros(index.shape), like.new_ones(index.shape)
+        if isinstance(transform, TaskStandardize):
+            return transform.at(index)
+        tasks = like.new_tensor([float(t) for t in self.all_tasks])
+        X = like.new_zeros(*index.shape, self.num_inputs)
+        X[..., self.task_feature] = tasks[index]
+        zero = X[..., :1] * 0
+        offset, variance = transform.untransform(zero, torch.ones_like(zero), X=X)
+        return offset.squeeze(-1), variance.sqrt().squeeze(-1)
+
+    def log_predictive_density(self, X: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        """Log predictive density of transformed targets; see `SequentialGP`.
+
+        Args:
+            X: ``... x n x (d + 1)`` inputs.
+            targets: ``... x n`` transformed targets.
+            arguments: There are none.
+        """
+        check_points(X, self.num_inputs, "X")
+        self._is_long(X)
+        return super().log_predictive_density(X, targets, **self._task_arguments(X), **arguments)
+
+    # ---------------------------------------------------------------- conditioning
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> SequentialMultiTaskGP:
+        """A model that has seen more observations, of any tasks; see `SequentialGP`.
+
+        Args:
+            X: ``... x n' x (d + 1)`` inputs; or ``... x n' x d``, for observations of all output
+                tasks at each.
+            Y: ``... x n' x 1`` observations, or ``... x n' x m``.
+            noise: As for `SequentialGP`, in long format.
+            kwargs: Likewise.
+        """
+        if not self._is_long(X):
+            check_tensor(Y, "Y")
+            m = len(self.output_tasks)
+            if Y.dim() < 2 or Y.shape[-1] != m:
+                raise ValueError(
+                    f"Y: expected {m} columns, one for each output task, got {tuple(Y.shape)}."
+                )
+            X = with_task_column(X, self.output_tasks, self.task_feature)
+            Y = Y.mT.reshape(*Y.shape[:-2], -1, 1)
+        kwargs = {**self._task_arguments(X), **kwargs}
+        return super().condition_on_observations(X, Y, noise, **kwargs)
+
+    @reads
+    def fantasize(
+        self,
+        X: Tensor,
+        sampler: MCSampler,
+        observation_noise: Tensor | None = None,
+        propagate_grads: bool = False,
+        **kwargs: Any,
+    ) -> SequentialMultiTaskGP:
+        """The model conditioned on observations at ``X`` that are drawn from its posterior.
+
+        Args:
+            X: ``... x n' x d`` inputs, for fantasies of all output tasks, or ``... x n' x (d + 1)``
+                for those of the task in each row.
+            sampler: Draws observations.
+            observation_noise: Not supported, as in `posterior`.
+            propagate_grads: There is always a gradient.
+            kwargs: As for `condition_on_observations`.
+        """
+        check_instance(sampler, MCSampler, "sampler", optional=False)
+        if observation_noise is not None:
+            raise NotImplementedError("observation_noise: not supported by models of tasks.")
+        with fantasize_flag():
+            Y = sampler(self.posterior(X, observation_noise=True))
+            return self.condition_on_observations(X, Y, **kwargs)
+
+    # ---------------------------------------------------------------- housekeeping
+
+    def subset_output(self, idcs: list[int]) -> SequentialMultiTaskGP:
+        """A copy of the model whose posterior is about some of the output tasks.
+
+        Args:
+            idcs: Their positions among the output tasks.
+        """
+        m = len(self.output_tasks)
+        if not idcs or any(not -m <= i < m for i in idcs):
+            raise ValueError(f"idcs: expected indices of the {m} outputs, got {idcs}.")
+        model = copy.deepcopy(self)
+        model.output_tasks = tuple(self.output_tasks[i] for i in idcs)
+        model._num_outputs = len(idcs)
+        return model
+
+    @classmethod
+    def construct_inputs(  # type: ignore[override]
+        cls, training_data: SupervisedDataset, task_feature: int, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Constructor arguments from a BoTorch data set, as for `MultiTaskGP`.
+
+        Args:
+            training_data: The data set.
+            task_feature: The index of the task column.
+            kwargs: Those of `MultiTaskGP.construct_inputs`, and of the constructor.
+        """
+        names = ("output_tasks", "task_covar_prior", "prior_config", "rank")
+        own = {key: kwargs.pop(key) for key in names if key in kwargs}
+        return {**MultiTaskGP.construct_inputs(training_data, task_feature, **own), **kwargs}
+
+
+def _distinct(tasks: Sequence[int] | range, name: str) -> list[int]:
+    """Tasks in ascending order, checked."""
+    if any(not is_whole(task) for task in tasks) or len(set(tasks)) != len(tasks):
+        raise ValueError(f"{name}: expected different whole numbers, got {list(tasks)!r:.80}.")
+    return sorted(int(task) for task in tasks)
+
+
+def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
+    """The likelihood of a model, from what the user says about each task."""
+    if isinstance(given, Likelihood):
+        return given
+    if given is None:
+        no_batch = torch.Size()
+        return TaskLikelihood(
+            [get_gaussian_likelihood_with_lognormal_prior(no_batch) for _ in tasks]
+        )
+    if isinstance(given, Mapping):
+        missing = [task for task in tasks if task not in given]
+        unknown = [task for task in given if task not in tasks]
+        if missing or unknown:
+            raise ValueError(
+                f"likelihood: expected one for each of the tasks {list(tasks)}, got "
+                + (f"none for {missing}." if missing else f"some for {unknown}.")
+            )
+        given = [given[task] for task in tasks]
+    if len(given) != len(tasks):
+        raise ValueError(
+            f"likelihood: expected one for each of the tasks {list(tasks)}, got {len(given)}."
+        )
+    return TaskLikelihood(given)
+
+
+def _default_transform(
+    likelihood: Likelihood | None,
+    tasks: Sequence[int],
+    feature: int,
+    X: Tensor,
+    seen: Sequence[float],
+) -> TaskStandardize | None:
+    """Standardisation of the tasks whose observations are real numbers."""
+    each = [likelihood] * len(tasks)
+    if isinstance(likelihood, TaskLikelihood):
+        each = list(likelihood.likelihoods)
+    real = [i for i, part in enumerate(each) if part is None or is_real_valued(part)]
+    if not real:
+        return None
+    values = torch.tensor(tasks, device=X.device)
+    observed = [i for i, task in enumerate(tasks) if task in seen]
+    return TaskStandardize(feature, values, real, observed, dtype=X.dtype)
+
+
+def _of_tasks(mean: Tensor, covariance: Tensor, q: int, m: int) -> MultivariateNormal:
+    """A distribution at ``m q`` points, one task after the other, as one of ``m`` outputs."""
+    if m == 1:
+        return MultivariateNormal(mean, covariance)
+    return MultitaskMultivariateNormal(mean.unflatten(-1, (m, q)).mT, covariance, interleaved=False)

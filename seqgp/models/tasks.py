@@ -1,0 +1,238 @@
+"""Parts of models of several tasks: kernel, mean, standardisation, and the shape of data.
+
+A column of the inputs says which task an observation belongs to ("long format"). Tasks have
+*values*, whole numbers in that column, and *indices*, the ranks of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from botorch.models.kernels.positive_index import PositiveIndexKernel
+from botorch.models.transforms.outcome import StratifiedStandardize
+from gpytorch.means import Mean, MultitaskMean
+from gpytorch.priors import Prior
+from torch import Tensor
+
+__all__ = ["TaskKernel", "TaskMean", "TaskStandardize"]
+
+
+def task_index(values: Tensor, tasks: Tensor) -> Tensor:
+    """Indices of tasks, ``...``, from their values.
+
+    Args:
+        values: ``...`` values that have been checked.
+        tasks: The values of all tasks, in ascending order.
+    """
+    return torch.searchsorted(tasks.to(values), values.contiguous().detach() - 0.5)
+
+
+def check_tasks(values: Tensor, tasks: Sequence[int], name: str) -> None:
+    """Raise unless all are values of tasks.
+
+    Args:
+        values: ``...`` values of a task column.
+        tasks: All tasks.
+        name: What to call the inputs in the error.
+    """
+    known = values.new_tensor(list(tasks))
+    wrong = ~(values.unsqueeze(-1) == known).any(-1)
+    if bool(wrong.any()):
+        example = values[wrong].flatten()[0].item()
+        raise ValueError(
+            f"{name}: expected one of the tasks {list(tasks)} in its task column, got {example:g}"
+            + (
+                "; tasks that appear later are declared by all_tasks=."
+                if math.isfinite(example) and example == round(example)
+                else "; tasks are whole numbers."
+            )
+        )
+
+
+def with_task_column(X: Tensor, tasks: Sequence[int], feature: int) -> Tensor:
+    """``... x (t q) x (d + 1)``, inputs ``... x q x d`` for one task after the other.
+
+    Args:
+        X: The inputs.
+        tasks: ``t`` values of tasks.
+        feature: Where the task column goes.
+    """
+    parts = []
+    for task in tasks:
+        column = torch.full_like(X[..., :1], float(task))
+        parts.append(torch.cat([X[..., :feature], column, X[..., feature:]], -1))
+    return torch.cat(parts, -2)
+
+
+def long_format(X: Tensor, Y: Tensor, tasks: Sequence[int], feature: int) -> tuple[Tensor, Tensor]:
+    """Long format from wide: ``k x (d + 1)`` inputs and ``k x 1`` observations.
+
+    Args:
+        X: ``n x d`` inputs without a task column.
+        Y: ``n x t`` observations, NaN where a task was not observed.
+        tasks: The values of the ``t`` tasks.
+        feature: Where the task column goes.
+    """
+    X_long, Y_long = with_task_column(X, tasks, feature), Y.mT.reshape(-1, 1)
+    seen = ~Y_long.squeeze(-1).isnan()
+    return X_long[seen], Y_long[seen]
+
+
+class TaskKernel(PositiveIndexKernel):
+    """BoTorch's default kernel of tasks, on values of tasks instead of indices.
+
+    Args:
+        task_values: The values of all tasks, in ascending order.
+        rank: That of the covariance.
+        task_prior: The prior of the correlations of tasks.
+        options: As for `PositiveIndexKernel`.
+    """
+
+    def __init__(
+        self,
+        task_values: Sequence[int],
+        rank: int,
+        task_prior: Prior | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_tasks=len(task_values), rank=rank, **options)
+        if task_prior is not None:  # BoTorch registers it with lambdas, which cannot be pickled
+            name = "IndexKernelPrior"
+            self.register_prior(name, task_prior, _correlations, _set_correlations)
+        self.register_buffer("task_values", torch.tensor([float(t) for t in task_values]))
+        # BoTorch's is random. All starts are alike here, so that a fit does not depend on luck.
+        with torch.no_grad():
+            self.raw_var.fill_(0.0)
+            spread = 0.1 * torch.eye(len(task_values), rank)
+            self.raw_covar_factor.copy_(0.5 + spread.to(self.raw_covar_factor))
+
+    @property
+    def correlations(self) -> Tensor:
+        """Those of different tasks, the lower triangle row by row."""
+        return self._lower_triangle_corr
+
+    @correlations.setter
+    def correlations(self, value: Tensor) -> None:
+        self._set_lower_triangle_corr(value)
+
+    def forward(self, i1: Tensor, i2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        """The covariance of the tasks with values ``... x n x 1`` and ``... x n' x 1``.
+
+        Looked up in the ``t x t`` matrix. GPyTorch's product of sparse matrices does the same, but
+        fails if there are no points.
+        """
+        first, second = (task_index(i, self.task_values).squeeze(-1) for i in (i1, i2))
+        if not diag:
+            first, second = first.unsqueeze(-1), second.unsqueeze(-2)
+        return self._eval_covar_matrix()[first, second]
+
+
+def _correlations(kernel: TaskKernel) -> Tensor:
+    return kernel.correlations
+
+
+def _set_correlations(kernel: TaskKernel, value: Tensor) -> None:
+    kernel.correlations = value
+
+
+class TaskMean(Mean):
+    """A mean of its own for each task.
+
+    Args:
+        means: Those of the tasks, functions of the other inputs.
+        task_values: The values of all tasks, in ascending order.
+        task_feature: The index of the task column, from the first.
+    """
+
+    def __init__(self, means: MultitaskMean, task_values: Sequence[int], task_feature: int) -> None:
+        super().__init__()
+        self.means, self.task_feature = means, task_feature
+        self.register_buffer("task_values", torch.tensor([float(t) for t in task_values]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``... x n``, at inputs ``... x n x (d + 1)``."""
+        i = self.task_feature
+        index = task_index(x[..., i], self.task_values).unsqueeze(-1)
+        others = self.means(torch.cat([x[..., :i], x[..., i + 1 :]], -1))
+        return others.gather(-1, index.expand(*others.shape[:-1], 1)).squeeze(-1)
+
+
+class TaskStandardize(StratifiedStandardize):
+    """Standardises observations task by task, those of some tasks; the others are left alone.
+
+    Args:
+        stratification_idx: The index of the task column.
+        all_task_values: The values of all tasks.
+        real: Indices of tasks whose observations are real numbers, which can be standardised.
+        observed: Indices of tasks that have been observed, whose statistics stay.
+        options: As for `StratifiedStandardize`.
+    """
+
+    is_observed: Tensor
+
+    def __init__(
+        self,
+        stratification_idx: int,
+        all_task_values: Tensor,
+        real: Sequence[int],
+        observed: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(stratification_idx, all_task_values, **options)
+        self.all_task_values = all_task_values.unique(sorted=True)
+        self.real = tuple(real)
+        is_observed = torch.zeros_like(self.all_task_values, dtype=torch.bool)
+        is_observed[list(observed)] = True
+        # A buffer, so that it changes together with the statistics. It is not part of a state: a
+        # model that loads one still has its own data.
+        self.register_buffer("is_observed", is_observed, persistent=False)
+
+    @property
+    def observed(self) -> tuple[int, ...]:
+        """Indices of tasks that have been observed."""
+        return tuple(self.is_observed.nonzero().flatten().tolist())
+
+    def forward(
+        self, Y: Tensor, Yvar: Tensor | None = None, X: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As for `StratifiedStandardize`; in train mode statistics are learnt."""
+        if self.training and not Y.shape[-2]:  # nothing to learn from
+            self._is_trained = torch.ones_like(self._is_trained)
+            return Y, Yvar
+        if self.training:
+            super().forward(Y, Yvar, X)
+            others = [i for i in range(self.means.shape[-2]) if i not in self.real]
+            for statistics, value in ((self.means, 0.0), (self.stdvs, 1.0), (self._stdvs_sq, 1.0)):
+                statistics[..., others, :] = value
+            self.training = False
+            result = super().forward(Y, Yvar, X)
+            self.training = True
+            return result
+        return super().forward(Y, Yvar, X)
+
+    def learn_task(self, index: int, Y: Tensor) -> None:
+        """Learn the statistics of a task of which nothing has been observed before.
+
+        Args:
+            index: Its index.
+            Y: ``k`` observations of it.
+        """
+        is_observed = self.is_observed.clone()
+        is_observed[index] = True
+        self.is_observed = is_observed
+        if index not in self.real:
+            return
+        scale = Y.std() if len(Y) > 1 else torch.ones_like(Y[0])
+        scale = torch.where(scale > self._min_stdv, scale, 1.0)
+        # Out of place: copies of a model may share the tensors.
+        for name, value in (("means", Y.mean()), ("stdvs", scale), ("_stdvs_sq", scale.square())):
+            statistics = getattr(self, name).clone()
+            statistics[..., index, 0] = value
+            setattr(self, name, statistics)
+
+    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Offset and scale of observations, ``...``, by the indices of their tasks."""
+        return self.means[..., 0][index], self.stdvs[..., 0][index]

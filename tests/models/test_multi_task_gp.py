@@ -1,0 +1,362 @@
+"""Correlated outputs against BoTorch's multi-task models, and against brute-force integration."""
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from botorch.acquisition import qKnowledgeGradient
+from botorch.acquisition.logei import qLogExpectedImprovement
+from botorch.acquisition.objective import GenericMCObjective
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import KroneckerMultiTaskGP, MultiTaskGP
+from botorch.sampling import SobolQMCNormalSampler
+from botorch.utils.datasets import SupervisedDataset
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    GaussianLikelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
+from gpytorch.mlls import ExactMarginalLogLikelihood
+
+import seqgp
+from seqgp import SequentialMultiTaskGP
+from tests.reliability.interrupts import Interrupts, is_same, snapshot
+
+
+def _data(n=24, tasks=(0, 1, 2), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.rand(n, 3, dtype=torch.double, generator=generator)
+    X[:, 1] = torch.tensor(tasks, dtype=torch.double).repeat(n)[:n]
+    Y = torch.sin(5 * X[:, :1] + X[:, 2:]) * (1 + 0.2 * X[:, 1:2])
+    return X, Y + 0.1 * torch.randn(Y.shape, generator=generator, dtype=torch.double)
+
+
+def _same_hyperparameters(model, exact):
+    (data, tasks), (own, own_tasks) = exact.covar_module.kernels, model.covar_module.kernels
+    noise = torch.tensor([0.05, 0.1, 0.2], dtype=torch.double)
+    with torch.no_grad():
+        for kernel in (data, own):
+            kernel.lengthscale = torch.tensor([0.4, 0.7], dtype=torch.double)
+        own_tasks.raw_var.copy_(tasks.raw_var)
+        own_tasks.raw_covar_factor.copy_(tasks.raw_covar_factor)
+        exact.likelihood.noise = noise
+        for i, likelihood in enumerate(model.likelihood.likelihoods):
+            likelihood.noise = noise[i]
+            exact.mean_module.base_means[i].constant.fill_(0.1 * i)
+            model.mean_module.means.base_means[i].constant.fill_(0.1 * i)
+    exact.eval()
+
+
+def _assert_same(first, second, tol=1e-6):
+    torch.testing.assert_close(first.mean, second.mean, atol=tol, rtol=tol)
+    covariances = (p.distribution.covariance_matrix for p in (first, second))
+    torch.testing.assert_close(*covariances, atol=tol, rtol=tol)
+
+
+def test_posterior_is_that_of_multi_task_gp():
+    X, Y = _data()
+    torch.manual_seed(0)
+    exact = MultiTaskGP(X, Y, 1, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, 1, outcome_transform=None)
+    _same_hyperparameters(model, exact)
+    T = torch.rand(2, 4, 2, dtype=torch.double)
+    _assert_same(model.posterior(T), exact.posterior(T))
+    _assert_same(model.posterior(T, output_indices=[2, 0]), exact.posterior(T, [2, 0]))
+    _assert_same(model.posterior(X[:5]), exact.posterior(X[:5]))
+    noise = torch.tensor([0.05, 0.1, 0.2], dtype=torch.double)
+    added = model.posterior(T, observation_noise=True).variance - model.posterior(T).variance
+    torch.testing.assert_close(added, noise.expand_as(added))
+    # Conditioning on another observation of one task.
+    more = exact.condition_on_observations(X[:1], Y[:1] + 1)
+    known = model.condition_on_observations(X[:1], Y[:1] + 1)
+    _assert_same(known.posterior(T), more.posterior(T))
+
+
+def test_posterior_is_that_of_kronecker_multi_task_gp():
+    generator = torch.Generator().manual_seed(1)
+    X = torch.rand(8, 2, dtype=torch.double, generator=generator)
+    Y = torch.cat([X.sum(-1, keepdim=True).sin(), X[:, :1].cos()], -1)
+    torch.manual_seed(0)
+    exact = KroneckerMultiTaskGP(X, Y, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, None, outcome_transform=None)
+    with torch.no_grad():
+        data, tasks = exact.covar_module.data_covar_module, exact.covar_module.task_covar_module
+        exact.covar_module.task_covar_module.covar_factor.copy_(
+            torch.tensor([[1.0], [0.6]])[:, :1].expand_as(tasks.covar_factor)
+        )
+        tasks.var = torch.tensor([0.2, 0.3], dtype=torch.double)
+        exact.likelihood.noise = 0.01
+        exact.likelihood.task_noises = torch.tensor([0.05, 0.1], dtype=torch.double)
+        own_data, own_tasks = model.covar_module.kernels
+        own_data.lengthscale = data.lengthscale.detach()
+        own_tasks.unit_scale_for_target = False
+        own_tasks.covar_factor = tasks.covar_factor.detach()
+        own_tasks.var = tasks.var.detach()
+        for i, likelihood in enumerate(model.likelihood.likelihoods):
+            likelihood.noise = exact.likelihood.task_noises[i] + exact.likelihood.noise
+    exact.eval()
+    T = torch.rand(4, 2, dtype=torch.double, generator=generator)
+    first, second = model.posterior(T), exact.posterior(T)
+    torch.testing.assert_close(first.mean, second.mean, atol=1e-6, rtol=1e-6)
+    # Its variances differ from those of its own kernel and noise, which are compared instead.
+    with torch.no_grad():
+        K = exact.covar_module(torch.cat([X, T])).to_dense()  # one point after the other
+        noise = (exact.likelihood.task_noises + exact.likelihood.noise).repeat(8)
+        known = torch.linalg.solve(K[:16, :16] + noise.diag(), K[:16, 16:])
+        variance = (K[16:, 16:] - K[16:, :16] @ known).diagonal().reshape(4, 2)
+    torch.testing.assert_close(first.variance, variance, atol=1e-6, rtol=1e-6)
+
+
+def test_mixed_likelihoods_against_brute_force():
+    """The bound is maximised: no other Gaussian q on a grid of 3 latent values has more."""
+    X = torch.tensor([[0.3, 0.0], [0.5, 1.0], [0.6, 2.0]], dtype=torch.double)
+    Y = torch.tensor([[0.7], [4.0], [1.0]], dtype=torch.double)
+    each = [GaussianLikelihood(), PoissonLikelihood(), BernoulliLikelihood()]
+    each[0].noise = 0.2
+    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each, outcome_transform=None)
+    with torch.no_grad():
+        prior = model.forward(X)
+        mean, K = prior.mean.numpy(), prior.covariance_matrix.numpy()
+        q = model.variational_strategy(X)
+        m, S = q.mean, q.covariance_matrix
+    # Expectations of log p(y|f) and their derivatives, by a dense grid, independently.
+    grid = np.linspace(-12, 12, 20001)
+
+    def log_normal(x, centre, variance):
+        return -0.5 * ((x - centre) ** 2 / variance + np.log(2 * np.pi * variance))
+
+    rate = np.log1p(np.exp(grid))
+    normal_cdf = torch.special.ndtr(torch.from_numpy(grid)).numpy()
+    logs = [
+        log_normal(0.7, grid, 0.2),
+        4 * np.log(rate) - rate - np.log(24.0),
+        np.log(np.maximum(normal_cdf, 1e-300)),
+    ]
+    alpha, beta = np.zeros(3), np.zeros(3)
+    for i in range(3):
+        c, v = float(m[i]), float(S[i, i])
+        density = np.exp(log_normal(grid, c, v)) * (grid[1] - grid[0])
+        alpha[i] = (density * logs[i] * (grid - c) / v).sum()
+        beta[i] = -(density * logs[i] * ((grid - c) ** 2 / v**2 - 1 / v)).sum()
+    # The fixed point: S^-1 = K^-1 + diag(beta), m = mean + K alpha.
+    np.testing.assert_allclose(m.numpy(), mean + K @ alpha, atol=2e-5)
+    expected = np.linalg.inv(np.linalg.inv(K) + np.diag(beta))
+    np.testing.assert_allclose(S.numpy(), expected, atol=2e-5)
+
+
+def test_stream_is_batch_with_unlimited_memory():
+    X, Y = _data(30)
+    Y[2::3] = (Y[2::3] > 0).to(Y)
+    each = [GaussianLikelihood(), GaussianLikelihood(), BernoulliLikelihood()]
+    options = {"likelihood": each, "outcome_transform": None, "all_tasks": [0, 1, 2]}
+    batch = SequentialMultiTaskGP(X, Y, 1, inducing_points=X, **options)
+    # One task at a time, the last of which has not been seen before.
+    rows = [torch.arange(i, 30, 3) for i in range(3)]
+    stream = SequentialMultiTaskGP(X[rows[0]], Y[rows[0]], 1, inducing_points=X, **options)
+    for row in rows[1:]:
+        record = stream.update(X[row], Y[row], learn=False, memory=10**6)
+        assert record.num_new == 10
+    T = torch.rand(5, 2, dtype=torch.double)
+    _assert_same(stream.posterior(T), batch.posterior(T))
+
+
+def test_a_task_that_appears_later_is_standardised():
+    X, Y = _data(20, tasks=(0, 4))
+    Y = torch.where(X[:, 1:2] == 4, 100 + 10 * Y, Y)
+    first = X[:, 1] == 0
+    model = SequentialMultiTaskGP(X[first], Y[first], 1, all_tasks=[0, 4])
+    with pytest.raises(ValueError, match="Y"):
+        model.update(X[~first], Y[~first] * torch.nan)
+    assert model.outcome_transform.observed == (0,)
+    model.update(X[~first], Y[~first], steps=5)
+    assert model.outcome_transform.observed == (0, 1)
+    torch.testing.assert_close(model.outcome_transform.means[1, 0], Y[~first].mean())
+    mean = model.posterior(X[~first][:, [0, 2]]).mean[:, 1]
+    assert (mean - Y[~first].squeeze(-1)).abs().mean() < 5
+    Z = model.variational_strategy.inducing_points
+    assert set(Z[:, 1].tolist()) <= {0.0, 4.0}
+
+
+def test_predictions_leave_the_posterior_alone():
+    X, Y = _data(20, tasks=(0, 4))  # there are no tasks 1 to 3
+    model = SequentialMultiTaskGP(X, Y, 1)
+    duals = model.variational_strategy.dual_lam
+    model.posterior(X)
+    assert model.variational_strategy.dual_lam is duals
+
+
+def test_wide_and_long_format_are_the_same():
+    x = torch.rand(6, 2, dtype=torch.double)
+    Y = torch.randn(6, 2, dtype=torch.double)
+    Y[1, 0] = Y[4, 1] = torch.nan
+    wide = SequentialMultiTaskGP(x, Y, None)
+    rows = [(i, t) for t, i in itertools.product(range(2), range(6)) if not Y[i, t].isnan()]
+    X = torch.stack([torch.tensor([*x[i].tolist(), t], dtype=torch.double) for i, t in rows])
+    long = SequentialMultiTaskGP(X, torch.stack([Y[i, t] for i, t in rows])[:, None], -1)
+    _assert_same(wide.posterior(x), long.posterior(x), 1e-12)
+    wide.update(x, Y, learn=False)
+    assert wide.num_data == 20
+
+
+def test_fantasies_and_acquisition():
+    X, Y = _data(12)
+    Y[2::3] = (Y[2::3] > 0).to(Y)
+    each = {0: GaussianLikelihood(), 1: GaussianLikelihood(), 2: BernoulliLikelihood()}
+    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each)
+    T = torch.rand(3, 2, 2, dtype=torch.double)
+    fantasies = model.fantasize(T, SobolQMCNormalSampler(torch.Size([4]), seed=0))
+    assert fantasies.posterior(T).mean.shape == (4, 3, 2, 3)
+    observed = model.posterior(T, observation_noise=True)
+    labels = observed.rsample(torch.Size([8]))[..., 2]
+    assert set(labels.unique().tolist()) <= {0.0, 1.0}
+    objective = GenericMCObjective(lambda samples, X=None: samples[..., 0])
+    acquisition = qLogExpectedImprovement(model, best_f=0.5, objective=objective)
+    assert acquisition(T).shape == (3,)
+    one = model.subset_output([0])
+    kg = qKnowledgeGradient(one, num_fantasies=2)
+    value = kg(torch.rand(1, 3, 2, dtype=torch.double))
+    assert value.isfinite().all()
+
+
+@pytest.mark.slow
+def test_fits_are_reliable():
+    """Three data sets: errors are about those of `MultiTaskGP`, and never far off."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.rand(40, 2, dtype=torch.double, generator=generator)
+        X[:, 1] = (torch.arange(40) >= 32).to(X)  # the second task is scarce
+        truth = torch.sin(6 * X[:, :1]) * (1 + 0.5 * X[:, 1:])
+        Y = truth + 0.02 * torch.randn(40, 1, generator=generator, dtype=torch.double)
+        T = torch.linspace(0, 1, 50, dtype=torch.double).unsqueeze(-1)
+        model = SequentialMultiTaskGP(X, Y, 1)
+        fit_gpytorch_mll(seqgp.DualELBO(model.likelihood, model))
+        target = 1.5 * torch.sin(6 * T).squeeze(-1)
+        torch.manual_seed(seed)
+        exact = MultiTaskGP(X, Y, 1)
+        fit_gpytorch_mll(ExactMarginalLogLikelihood(exact.likelihood, exact))
+        error, other = (
+            (each.posterior(T).mean[:, 1] - target).square().mean().sqrt()
+            for each in (model, exact)
+        )
+        assert error < 0.1
+        assert error < 1.2 * other + 0.02
+
+
+def test_saved_and_loaded(tmp_path):
+    X, Y = _data(12)
+    model = SequentialMultiTaskGP(X, Y, 1, output_tasks=[2, 0])
+    seqgp.save(model, tmp_path / "model.pt")
+    again = seqgp.load(tmp_path / "model.pt")
+    T = torch.rand(4, 2, dtype=torch.double)
+    assert isinstance(again, SequentialMultiTaskGP)
+    assert torch.equal(model.posterior(T).mean, again.posterior(T).mean)
+
+
+def test_construct_inputs():
+    X, Y = _data(9)
+    names = {"feature_names": ["a", "task", "b"], "outcome_names": ["y"]}
+    inputs = SequentialMultiTaskGP.construct_inputs(SupervisedDataset(X, Y, **names), 1, rank=2)
+    model = SequentialMultiTaskGP(**inputs)
+    assert model.covar_module.kernels[1].raw_covar_factor.shape == (3, 2)
+
+
+def test_bad_input():
+    X, Y = _data(9)
+    model = SequentialMultiTaskGP(X, Y, 1)
+    wrong = X.clone()
+    for value, message in ((7.0, "all_tasks"), (torch.nan, "whole"), (0.5, "whole numbers")):
+        wrong[0, 1] = value
+        for call in (
+            lambda: model.update(wrong, Y),
+            lambda: model.posterior(wrong),
+            lambda: model.condition_on_observations(wrong, Y),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+    with pytest.raises(ValueError, match="whole numbers"):
+        SequentialMultiTaskGP(wrong, Y, 1)
+    with pytest.raises(ValueError, match="none for"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood={0: GaussianLikelihood()})
+    with pytest.raises(ValueError, match="one for each"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood=[GaussianLikelihood()])
+    with pytest.raises(TypeError, match="one latent"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood=[SoftmaxLikelihood(2, 3)] * 3)
+    with pytest.raises(ValueError, match="task_feature"):
+        SequentialMultiTaskGP(X, Y, 3)
+    with pytest.raises(ValueError, match="output_tasks"):
+        SequentialMultiTaskGP(X, Y, 1, output_tasks=[5])
+    with pytest.raises(ValueError, match=r"possible observation.*the likelihood of their task"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood=[BernoulliLikelihood()] * 3)
+    wide, before = X[:, [0, 2]], snapshot(model)
+    for call in (model.update, model.condition_on_observations):
+        with pytest.raises(TypeError, match=r"Y: expected a torch\.Tensor"):
+            call(wide, [1.0, 2.0])
+        with pytest.raises(ValueError, match="Y: expected"):
+            call(wide, Y[:, 0])
+    with pytest.raises(TypeError, match=r"X: expected a torch\.Tensor"):
+        model.posterior([[1.0, 2.0]])
+    assert is_same(snapshot(model), before)
+
+
+def _late_task():
+    """A model of two tasks, one of which is observed first by the batch."""
+    X, Y = _data(12, (0,))
+    model = SequentialMultiTaskGP(X, Y, 1, all_tasks=[0, 1], inducing_points=4)
+    later, Y_later = _data(6, (1,), seed=1)
+    return model, (later, 100 + 50 * Y_later)
+
+
+def test_interrupts_while_a_task_is_standardised_leave_no_mixture():
+    """Scales of new tasks are adopted with the rest of an update, also if interrupted twice."""
+    model, batch = _late_task()
+    before, done = snapshot(model), copy.deepcopy(model)
+    counter = Interrupts(set())
+    assert not counter.run(lambda: done.update(*batch, learn=False))
+    after = snapshot(done)
+    assert not torch.equal(model.outcome_transform.means, done.outcome_transform.means)
+    n = counter.lines
+    lines = [*range(2, 200, 25), *range(200, n, n // 5), *range(n - 60, n, 6)]
+    for line in lines:
+        each = copy.deepcopy(model)
+        Interrupts({line, line + 5}).run(lambda each=each: each.update(*batch, learn=False))
+        now = snapshot(each)
+        assert is_same(now, before) or is_same(now, after), line
+
+
+def test_a_refused_batch_leaves_the_scales_of_new_tasks_open():
+    model, (X, Y) = _late_task()
+    bad = Y.clone()
+    bad[2] = torch.nan
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="Y: "):
+        model.update(X, bad)
+    assert is_same(snapshot(model), before)
+    model.update(X, Y, learn=False)
+    assert model.outcome_transform.observed == (0, 1)
+    torch.testing.assert_close(model.outcome_transform.means[1, 0], Y.mean())
+
+
+def test_no_observations():
+    """In a batch, and before the first."""
+    X, Y = _data(6)
+    model = SequentialMultiTaskGP(X, Y, 1)
+    mean = model.posterior(X).mean
+    assert model.update(X[:0], Y[:0], learn=False).num_new == 0
+    torch.testing.assert_close(model.posterior(X).mean, mean)
+    empty = SequentialMultiTaskGP(X[:0], Y[:0], 1, all_tasks=[0, 1, 2], inducing_points=X)
+    assert empty.posterior(X).mean.isfinite().all()
+
+
+def test_pickled():
+    X, Y = _data(6)
+    model = SequentialMultiTaskGP(X, Y, 1)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other.posterior(X).mean, model.posterior(X).mean)
+    prior = {name: rest for name, *rest in other.named_priors()}
+    (name,) = [name for name in prior if name.endswith("IndexKernelPrior")]
+    module, _, closure, _ = prior[name]
+    assert closure(module).shape == (3,)

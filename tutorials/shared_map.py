@@ -1,0 +1,152 @@
+"""A map that four robots make together
+====================================
+
+Four processes each hold a quarter of the data, and all end with the same map.
+
+Run ``python -m tutorials.shared_map`` (``--short`` for fewer measurements). Four robots explore a
+hall, each its own quarter, and measure a field as they go. Each robot is a process that keeps its
+measurements; together they learn one model, with ``process_group=`` of `torch.distributed`. What
+travels between them are mostly sums over their measurements, whose size does not depend on how many
+there are, and what it takes to choose inducing points and the memory together. In the end the map
+is compared with that of one process that has all measurements. On several machines the same code is
+started with ``torchrun``. Figures are saved in ``figures/``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpytorch.kernels import MaternKernel, ScaleKernel
+from torch import Tensor
+
+import seqgp
+from tutorials import common
+
+ROBOTS, BATCHES = 4, 3
+
+
+# %%
+# The field, and what the robots measure
+# --------------------------------------
+#
+# Each robot stays in one quarter of the unit square.
+
+
+def field(X: Tensor) -> Tensor:
+    """``n x 1`` values of the field."""
+    x, y = X[:, :1], X[:, 1:]
+    return torch.sin(7 * x) * torch.cos(5 * y) + x * y
+
+
+def measure(robot: int, batch: int, size: int) -> tuple[Tensor, Tensor]:
+    """The measurements of a robot, reproducible."""
+    generator = torch.Generator().manual_seed(10 * robot + batch)
+    corner = torch.tensor([robot % 2, robot // 2]) / 2
+    X = corner + torch.rand(size, 2, generator=generator, dtype=torch.double) / 2
+    return X, field(X) + 0.1 * torch.randn(size, 1, generator=generator, dtype=torch.double)
+
+
+def grid(number: int) -> Tensor:
+    """``number^2 x 2`` points of the hall."""
+    axis = torch.linspace(0, 1, number, dtype=torch.double)
+    return torch.cartesian_prod(axis, axis)
+
+
+# %%
+# What each robot does
+# --------------------
+#
+# It builds the model and updates it with its own measurements only. Nothing else differs from one
+# process: all robots call the same methods, and end with the same model.
+
+
+def learn(
+    shards: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None
+) -> seqgp.SequentialGP:
+    """A model of a stream of measurements."""
+    model = seqgp.SequentialGP(
+        *shards[0],
+        covar_module=ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=2)),
+        inducing_points=grid(7),
+        process_group=group,
+    )
+    for X, Y in shards[1:]:
+        model.update(X, Y, memory=40, steps=5)
+    return model
+
+
+def robot(rank: int, size: int, directory: str) -> None:
+    """The process of one robot."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=ROBOTS,
+        timeout=timedelta(minutes=2),
+    )
+    model = learn([measure(rank, k, size) for k in range(BATCHES)], dist.group.WORLD)
+    mean = model.posterior(grid(30)).mean.detach()  # needs no communication
+    result = {"mean": mean, "sent": model.variational_strategy.ranks.bytes_sent}
+    torch.save(result, Path(directory) / f"{rank}.pt")
+    seqgp.save(model, Path(directory) / "map.pt")  # rank 0 writes it
+    dist.destroy_process_group()
+
+
+# %%
+# The map
+# -------
+
+
+def draw(mean: Tensor, sent: list[float], size: int) -> None:
+    """The true field, the map, and what was sent."""
+    figure, axes = common.new_figure(1, 3, (11, 3.4))
+    X = grid(30)
+    for axis, values, title in (
+        (axes[0, 0], field(X), "field"),
+        (axes[0, 1], mean, "map, and where each robot measured"),
+    ):
+        axis.imshow(values.reshape(30, 30).T, origin="lower", extent=(0, 1, 0, 1), vmin=-1, vmax=2)
+        axis.set_title(title)
+    for rank in range(ROBOTS):
+        points, _ = measure(rank, 0, size)
+        axes[0, 1].plot(*points[:60].T, ".", ms=4)
+    data = 3 * 8 * BATCHES * size / 1e3
+    axes[0, 2].bar([f"robot {rank}" for rank in range(ROBOTS)], sent)
+    axes[0, 2].set_title(f"kB sent, of one who holds {data:.0f} kB")
+    print(f"Figures: {common.save(figure, 'shared_map')}")
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run the tutorial.
+
+    Args:
+        given: The command line; by default that of the process.
+    """
+    options = common.parser(__doc__).parse_args(given)
+    common.begin(options)
+    size = 60 if options.short else 5_000
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(robot, (size, directory), nprocs=ROBOTS)
+        results = [torch.load(Path(directory) / f"{rank}.pt") for rank in range(ROBOTS)]
+        saved = seqgp.load(Path(directory) / "map.pt")
+    means = [result["mean"] for result in results]
+    sent = [result["sent"] / 1e3 for result in results]
+    parts = [[measure(rank, k, size) for rank in range(ROBOTS)] for k in range(BATCHES)]
+    alone = learn([tuple(map(torch.cat, zip(*part, strict=True))) for part in parts], None)
+    print(f"all robots have the same map: {all(torch.equal(means[0], m) for m in means)}")
+    difference = (means[0] - alone.posterior(grid(30)).mean).abs().max()
+    print(f"difference from one process with all data: {difference:.1e}")
+    print(f"measurements of each: {3 * 8 * BATCHES * size / 1e3:.0f} kB")
+    print(f"sent by each robot: {max(sent):.0f} kB")
+    print(f"learnt by the map that was saved: {saved.num_seen} measurements")
+    draw(means[0], sent, size)
+
+
+if __name__ == "__main__":
+    main()

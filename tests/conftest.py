@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)  # small tensors, and a worker for each core
+
+# What has to pass does not depend on luck: with CI set, hypothesis tries the same examples in each
+# run. Without it, every run tries new ones, and remembers those that have failed.
+settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 #: Likelihoods that take the same way through the library as one that is not among them.
 MORE_OF_A_KIND = {

@@ -34,15 +34,18 @@ SLOW_EXAMPLES = {
     "seqgp.ax.strategy.probability_of_validity",
     "seqgp.batch_optimizer.BatchOptimizer",
 }
-#: Files whose tests share an expensive fixture: a worker gets all of them.
+#: Files whose tests share an expensive fixture or cache: a worker gets all of them.
 TOGETHER = {
     "tests/ax_integration/test_storage.py",
     "tests/ax_integration/test_transforms.py",
+    "tests/benchmarks/test_baselines.py",
     "tests/benchmarks/test_commands.py",
     "tests/benchmarks/test_regression.py",
     "tests/documentation/test_docs.py",
     "tests/documentation/test_readme.py",
     "tests/documentation/test_tutorials.py",
+    "tests/test_cuda_surface.py",
+    "tests/test_distributed.py",
     "tests/test_package.py",
 }
 

@@ -169,7 +169,7 @@ def stream_densities(model: StreamModel) -> Tensor:
         relative to the mean of that; missing ones are zero.
     """
     stream = model.stream
-    density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
+    density = leave_one_out(model, model.transformed(stream.observations), stream.counts)
     density = density.nan_to_num(0.0)
     density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
     ranks = model.variational_strategy.ranks

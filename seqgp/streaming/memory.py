@@ -230,10 +230,11 @@ class MemoryOptions:
         seed: Seed of the draws.
         replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
             observation that is not Gaussian keeps the site that it had, which grows stale as the
-            posterior moves on. With 0 (the default) that has to do. With 1 the summary does not
+            posterior moves on. With 0 that has to do. With 1 the summary does not
             count; instead every remembered observation counts for all those that it was drawn
             from, by the inverse of the probability of being kept: for a memory that is large, and
-            a posterior that moves far. In between, each counts in part.
+            a posterior that moves far. In between, each counts in part. ``None`` (the default)
+            chooses one along the stream, see `seqgp.streaming.replay`.
         balance: Whether the classes of a classification share the places evenly, as far as there
             are enough of each.
 
@@ -253,7 +254,7 @@ class MemoryOptions:
     per_update: int | None = None
     policy: str | MemoryPolicy | PolicyFunction = "random"
     seed: int = 0
-    replay: float = 0.0
+    replay: float | None = None
     balance: bool = False
 
     def __post_init__(self) -> None:
@@ -263,9 +264,9 @@ class MemoryOptions:
         known = isinstance(self.policy, str | MemoryPolicy) or callable(self.policy)
         if not known or isinstance(self.policy, type):
             raise TypeError(f"policy: expected a name or a function, got {self.policy!r}.")
-        if not _is_number(self.replay):
-            raise TypeError(f"replay: expected a number in [0, 1], got {self.replay!r}.")
-        if not 0 <= self.replay <= 1:
+        if self.replay is not None and not _is_number(self.replay):
+            raise TypeError(f"replay: expected a number in [0, 1] or None, got {self.replay!r}.")
+        if self.replay is not None and not 0 <= self.replay <= 1:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         if self.replay and (self.policy == "none" or 0 in (self.capacity, self.per_update)):
             raise ValueError("replay: nothing is remembered that could stand for the rest.")

@@ -203,8 +203,13 @@ class StreamState:
     @property
     def weights(self) -> Tensor | None:
         """``n``, how often each observation at hand counts; ``None`` for once."""
+        return self.counts if self.replay or self.fades else None
+
+    @property
+    def counts(self) -> Tensor:
+        """``n``, how often each observation at hand is part of the posterior."""
         if not self.replay:
-            return self.fade if self.fades else None
+            return self.fade
         return self.fade * (1 + self.replay * (self.represents - 1))
 
     @property

@@ -228,7 +228,9 @@ def _learn(
         represented = stands_for(model, model.transformed(model.stream.observations))
     if not model.stream.num_updates:
         model.stream = replace(model.stream, initial=model.hyperparameter_values())
-    model.stream = replace(model.stream.append(new), replay=memory.replay)
+    model.stream = model.stream.append(new)
+    if memory.replay is not None:
+        model.stream = replace(model.stream, replay=memory.replay)
     note_classes(model)
     data = model.transformed(model.stream.observations)
     factor = _discount(model, data, num_old, options)
@@ -300,7 +302,7 @@ def _discount(
         return options.discount
     old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
     stream = model.stream
-    factor, evidence = choose_discount(model, new, old, stream.fade[:num_old], stream.drift)
+    factor, evidence = choose_discount(model, new, old, stream.counts[:num_old], stream.drift)
     model.stream = replace(model.stream, drift=evidence)
     return factor
 

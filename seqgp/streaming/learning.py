@@ -177,18 +177,19 @@ def stream_densities(model: StreamModel) -> Tensor:
     return density * weights / weights.mean()
 
 
-def is_better(densities: Tensor, others: Tensor) -> bool:
+def is_better(densities: Tensor, others: Tensor, certainty: float = CERTAINTY) -> bool:
     """Whether the mean of densities is larger, beyond what chance explains.
 
     Args:
         densities: ``n`` densities.
         others: ``n`` densities of the same observations.
+        certainty: How many standard errors make a difference count.
     """
     if len(densities) < 2:
         return False
     difference = densities - others
     error = difference.std() / len(difference) ** 0.5
-    return bool(difference.mean() > CERTAINTY * error)
+    return bool(difference.mean() > certainty * error)
 
 
 def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:

@@ -234,7 +234,8 @@ class MemoryOptions:
             count; instead every remembered observation counts for all those that it was drawn
             from, by the inverse of the probability of being kept: for a memory that is large, and
             a posterior that moves far. In between, each counts in part. ``None`` (the default)
-            chooses one along the stream, see `seqgp.streaming.replay`.
+            chooses along the stream (`seqgp.streaming.replay`): the summary, as long as the
+            memory alone does not predict better.
         balance: Whether the classes of a classification share the places evenly, as far as there
             are enough of each.
 
@@ -316,6 +317,12 @@ class MemoryOptions:
         if isinstance(self.policy, str):
             return POLICIES.get(self.policy)
         return FunctionPolicy(self.policy)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether what is remembered is a random sample of the stream."""
+        some = self.capacity is None or self.capacity > 0
+        return some and self.per_update != 0 and isinstance(self.chooser, SamplingPolicy)
 
     def _by_class(
         self, classes: Tensor, num_new: int

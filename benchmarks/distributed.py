@@ -42,14 +42,15 @@ NETWORKS = {"10 Gbit/s, 50 us": (1.25e9, 50e-6), "1 Gbit/s, 200 us": (1.25e8, 20
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
-    """Each number of ranks; and few observations, to know what is not shared among ranks."""
-    few = 2_000 if options.quick else 20_000
-    sizes = {"build": 4_000, "steps": 4_000} if options.quick else {"build": 10**7, "steps": 10**6}
+    """Each number of ranks, and of observations: few, to know what is not shared among ranks."""
+    sizes = {"build": [20_000, 10**6, 10**7], "steps": [20_000, 10**5, 10**6]}
+    if options.quick:
+        sizes = {case: [2_000, 4_000] for case in sizes}
     m = 20 if options.quick else 300
     work = [
         Unit(f"{case}/ranks={size}/n={n}", partial(measure, case, size, n, m))
-        for case, most in sizes.items()
-        for n in (few, most)
+        for case in sizes
+        for n in sizes[case]
         for size in RANKS
     ]
     settings = {"quick": options.quick, "dtype": "float64", "m": m, "d": D, "steps": STEPS}

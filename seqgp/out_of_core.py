@@ -278,7 +278,7 @@ def _look(batches: Iterable[Item], size: int, ranks: Ranks) -> _Seen:
         zero, one = values.new_zeros(values.shape[-1]), values.new_ones(values.shape[-1])
         known = [pooled([*known, moments(values.mT, zero, one)])]
         if len(classes) <= _MOST_CLASSES and Y.shape[-1] == 1 and n:
-            whole = Y[Y.isfinite() & (Y == Y.round())]
+            whole = values[values.isfinite() & (values.round() == values)]
             classes |= {int(value) for value in whole.unique().tolist()}
         key = torch.rand(n, generator=generator, dtype=torch.double).to(X.device)
         place = torch.arange(number, number + n, device=X.device)

@@ -586,6 +586,10 @@ def interrupted_exchanges(group: dist.ProcessGroup) -> None:
             signal.raise_signal(signal.SIGINT)
         gather(*args, **more)
 
+    def then_agree(action: Callable[[SequentialGP], Any], changed: SequentialGP) -> None:
+        action(changed)
+        ranks.agree()
+
     state = model.state_dict()
     model.covar_module.outputscale = 2.0
     few = {"batch_size": 8, "epochs": 1}
@@ -604,8 +608,7 @@ def interrupted_exchanges(group: dist.ProcessGroup) -> None:
                 changed = copy.deepcopy(model)
                 calls, wanted = 0, call
                 with pytest.raises(KeyboardInterrupt, match="Rank 1"):
-                    action(changed)
-                    ranks.agree()
+                    then_agree(action, changed)
                 same_bits(changed)
 
 

@@ -1,11 +1,11 @@
 """Processes that share the data of one model: seconds and memory of each, and what they send.
 
 ``build`` is a model of Gaussian observations, at given hyperparameters and inducing points, from
-batches that each rank holds. ``steps`` are natural-gradient steps of one of labels. The same is
-done by one process with all data and by two with half of them each, with one thread and gloo, and
-the predictions are compared. What more ranks would take is simulated: the processor seconds that
-were measured, divided among them, and the messages that were measured, over a network whose
-bandwidth and latency are given.
+batches that each rank holds. ``labels`` is one of labels, whose natural-gradient steps, each a pass
+over the data, are repeated until they have converged. The same is done by one process with all data
+and by two with half of them each, with one thread and gloo, and the predictions are compared. What
+more ranks would take is simulated: the processor seconds that were measured, divided among them,
+and the messages that were measured, over a network whose bandwidth and latency are given.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from benchmarks.memory import peak_memory
 from benchmarks.runner import Options, Unit
 
 D, CHUNK = 6, 50_000
-#: Natural-gradient steps of `steps`, each a pass over the data, after which one more folds them.
-STEPS = 3
 RANKS = 1, 2
 #: Of the simulation.
 MORE = 2, 4, 16, 64, 256
@@ -43,7 +41,7 @@ NETWORKS = {"10 Gbit/s, 50 us": (1.25e9, 50e-6), "1 Gbit/s, 200 us": (1.25e8, 20
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """Each number of ranks, and of observations: few, to know what is not shared among ranks."""
-    sizes = {"build": [20_000, 10**6, 10**7], "steps": [20_000, 10**5, 10**6]}
+    sizes = {"build": [20_000, 10**6, 10**7], "labels": [20_000, 10**5, 10**6]}
     if options.quick:
         sizes = {case: [2_000, 4_000] for case in sizes}
     m = 20 if options.quick else 300
@@ -53,7 +51,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         for n in sizes[case]
         for size in RANKS
     ]
-    settings = {"quick": options.quick, "dtype": "float64", "m": m, "d": D, "steps": STEPS}
+    settings = {"quick": options.quick, "dtype": "float64", "m": m, "d": D}
     return settings, work
 
 
@@ -64,7 +62,7 @@ def make_data(case: str, n: int, rank: int, size: int) -> list[tuple[Tensor, Ten
     """The batches of one rank: every batch has a seed of its own, whoever has it.
 
     Args:
-        case: ``"build"`` or ``"steps"``.
+        case: ``"build"`` or ``"labels"``.
         n: How many observations all ranks have.
         rank: Which rank.
         size: How many ranks.
@@ -97,7 +95,6 @@ def learn(case: str, batches: Sequence[Any], m: int, group: Any) -> seqgp.Sequen
             inducing_points=inputs(m, 1),
             covar_module=kernel,
             likelihood=likelihood,
-            max_steps=STEPS,
             process_group=group,
         )
 
@@ -209,8 +206,8 @@ def network_seconds(
 
 
 def simulated(
-    few: tuple[int, float],
-    many: tuple[int, float],
+    once: float,
+    seconds: float,
     messages: Sequence[Sequence[Any]],
     size: int,
     bandwidth: float,
@@ -219,16 +216,14 @@ def simulated(
     """Seconds of a rank: what it computes, and what it waits for the network.
 
     Args:
-        few: A small number of observations, and the processor seconds of one process.
-        many: The number of observations that are shared, and the processor seconds.
+        once: Processor seconds that every rank needs, whatever its share of the data.
+        seconds: Those of one process with all data.
         messages: What each rank sends.
         size: How many ranks.
         bandwidth: Bytes a second between two neighbours.
         latency: Seconds of each message.
     """
-    slope = (many[1] - few[1]) / (many[0] - few[0])
-    once = max(few[1] - slope * few[0], 0.0)  # which every rank does
-    computed = once + slope * many[0] / size
+    computed = once + (seconds - once) / size
     return computed + network_seconds(messages, size, bandwidth, latency)
 
 
@@ -243,28 +238,29 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         by_size = measured.setdefault(case, {}).setdefault(int(n.partition("=")[2]), {})
         by_size[int(ranks.partition("=")[2])] = unit
     lines = [
-        "`build`: Gaussian observations, fixed hyperparameters. `steps`: labels, "
-        f"{STEPS} natural-gradient steps and a last pass that folds the data. Each rank holds its "
-        "shard in memory and has one thread. Wall-clock depends on what else the machine does; "
-        "processor seconds of the slowest rank do less. Memory (MB) is the peak of a rank above "
-        "what it has before, data included in neither. Difference: the largest between predictions "
-        "(mean and variance at 50 points) and those of one process. All ranks predict the same, "
-        "bit by bit.",
+        "`build`: Gaussian observations. `labels`: natural-gradient steps until they converge. "
+        "Hyperparameters and inducing points are given; each rank holds its shard in memory and "
+        "has one thread. Wall-clock depends on what else the machine does, processor seconds (of "
+        "the slowest rank) less; speed-ups are those of processor seconds and of wall-clock. "
+        "Megabytes: the shard, the peak above it, and what a rank sends. Difference: the largest "
+        "between predictions (mean and variance at 50 points) and those of one process. All ranks "
+        "predict the same, bit by bit.",
         "",
-        "| | n | ranks | wall-clock (s) | processor (s) | speed-up (processor) | data of a rank | "
-        "memory | sent by a rank | difference |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | n | ranks | wall-clock (s) | processor (s) | speed-up | data | memory | sent | "
+        "messages | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, by_n in measured.items():
         for n, by_size in by_n.items():
             one = by_size.get(1)
             for size, unit in by_size.items():
-                processor = max(unit["processor"])
+                processor, wall = max(unit["processor"]), max(unit["wall"])
                 sent = sum(number for _, number in unit["messages"])
-                cells = [case, f"{n:,}", str(size), f"{max(unit['wall']):.1f}", f"{processor:.1f}"]
-                cells.append(f"{one['processor'][0] / processor:.2f}" if one else "")
+                cells = [case, f"{n:,}", str(size), f"{wall:.1f}", f"{processor:.1f}"]
+                ratios = (one["processor"][0] / processor, one["wall"][0] / wall) if one else ()
+                cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
                 cells += [f"{max(unit['data']):.0f}", f"{max(unit['extra']):.0f}"]
-                cells.append(f"{sent / 1e6:.2f} MB, {len(unit['messages'])} messages")
+                cells += [f"{sent / 1e6:.2f}", str(len(unit["messages"]))]
                 cells.append(f"{difference(unit, one):.1e}" if one else "")
                 lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *render_simulation(measured)]
@@ -282,9 +278,10 @@ def render_simulation(measured: dict[str, dict[int, dict[int, dict[str, Any]]]])
     names = [name.replace("us", "µs") for name in NETWORKS]
     lines = [
         "Simulated: the processor seconds of one process, divided among the ranks but for what "
-        "each of them has to do, and the messages of two ranks, sent in a ring (an all-reduce of s "
-        "bytes among p ranks takes 2 (p - 1) (latency + s / p / bandwidth), a gather (p - 1) "
-        "(latency + s / bandwidth)). Seconds, of which the network, and the speed-up:",
+        "each of them has to do (twice those of two ranks less those of one, for the smallest n), "
+        "and the messages of two ranks, sent in a ring: an all-reduce of s bytes among p ranks "
+        "takes 2 (p - 1) (latency + s / p / bandwidth), a gather (p - 1) (latency + s / "
+        "bandwidth). Seconds, of which the network, and the speed-up:",
         "",
         f"| | n | ranks | {' | '.join(names)} |",
         "|---|---|---|" + "---|" * len(names),
@@ -293,13 +290,14 @@ def render_simulation(measured: dict[str, dict[int, dict[int, dict[str, Any]]]])
         sizes = sorted(n for n, by_size in by_n.items() if set(RANKS) <= by_size.keys())
         if len(sizes) < 2:
             continue
-        few, many = ((n, by_n[n][1]["processor"][0]) for n in (sizes[0], sizes[-1]))
-        messages = by_n[many[0]][2]["messages"]
+        few, many = by_n[sizes[0]], by_n[sizes[-1]]
+        once = max(2 * max(few[2]["processor"]) - few[1]["processor"][0], 0.0)
+        seconds, messages = many[1]["processor"][0], many[2]["messages"]
         for size in MORE:
             cells = []
             for network in NETWORKS.values():
-                total = simulated(few, many, messages, size, *network)
+                total = simulated(once, seconds, messages, size, *network)
                 waiting = network_seconds(messages, size, *network)
-                cells.append(f"{total:.2f} ({waiting:.2f}), {many[1] / total:.1f} x")
-            lines.append(f"| {case} | {many[0]:,} | {size} | {' | '.join(cells)} |")
+                cells.append(f"{total:.2f} ({waiting:.2f}), {seconds / total:.1f} x")
+            lines.append(f"| {case} | {sizes[-1]:,} | {size} | {' | '.join(cells)} |")
     return lines

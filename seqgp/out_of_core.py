@@ -107,7 +107,7 @@ def fit_batches(
     model: SequentialGP,
     batches: Iterable[Item],
     *,
-    epochs: int = 10,
+    epochs: int | None = None,
     learning_rate: float = 0.03,
     rho: float = 0.5,
     tol: float = 1e-8,
@@ -126,7 +126,8 @@ def fit_batches(
         batches: As for `from_batches`; best in a random order, as ``DataLoader(..., shuffle=True)``
             has it. If the model has a ``process_group``, each process has batches of its own, and
             one of each process makes a step.
-        epochs: Passes over the data; the learning rate falls to zero.
+        epochs: Passes over the data, after which the learning rate is zero. By default, passes are
+            made until the bound of all data no longer grows.
         learning_rate: Of Adam.
         rho: Step size of the natural gradient.
         tol: As for `from_batches`.
@@ -150,7 +151,7 @@ def fit_batches(
     model.check_not_fantasy()
     ranks = model.variational_strategy.ranks
     with ranks.together(), model.guard.writing:
-        check_count(epochs, "epochs", optional=False)
+        check_count(epochs, "epochs")
         check_number(learning_rate, "learning_rate")
         check_step_size(rho)
         check_flag(progress, "progress")

@@ -178,8 +178,7 @@ def fits(group: dist.ProcessGroup) -> None:
         model, alone, *_ = pair(kind, group, n=20, inducing_points=number)
         for each in (model, alone):
             fit_gpytorch_mll(DualELBO(each.likelihood, each), **few)
-        # Rounding errors grow with the steps of an optimiser.
-        same_models(model, alone, 1e-6)
+        same_models(model, alone)
 
 
 @check
@@ -304,7 +303,7 @@ def likelihoods(group: dist.ProcessGroup) -> None:
 @check
 def updates_of_a_regression(group: dist.ProcessGroup) -> None:
     """With learning: hyperparameters, inducing points, standardisation and memory."""
-    stream("gaussian", group, 1e-6, memory=20, steps=3)
+    stream("gaussian", group, 1e-8, memory=20, steps=3)
 
 
 @check
@@ -316,7 +315,7 @@ def updates_of_others(group: dist.ProcessGroup) -> None:
         ("gaussian", {"mode": "paper", "optimizer": "adam"}),
         ("student", {"optimizer": "adam"}),
     ):
-        stream(kind, group, 1e-6, **{"memory": 20, "steps": 2, **given})
+        stream(kind, group, 1e-8, **{"memory": 20, "steps": 2, **given})
 
 
 @check
@@ -447,7 +446,7 @@ def more_processes(group: dist.ProcessGroup) -> None:
     part = own(24, group)
     model.update(1 - X[part], Y[part], steps=2, learn=True, memory=20)
     alone.update(1 - X, Y, steps=2, learn=True, memory=20)
-    same_models(model, alone, 1e-6)
+    same_models(model, alone)
 
 
 class Injected(Exception):

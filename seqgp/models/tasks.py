@@ -90,7 +90,7 @@ class TaskKernel(PositiveIndexKernel):
         rank: That of the covariance.
         task_prior: The prior of the correlations of tasks.
         part: Which of several kernels this is, and how many there are. Several kernels have scales
-            of their own, and start with different covariances, whose sum has about variance one.
+            of their own, and start with different correlations, and with a sum of variance one.
         options: As for `PositiveIndexKernel`.
     """
 
@@ -111,8 +111,8 @@ class TaskKernel(PositiveIndexKernel):
         self.register_buffer("task_values", torch.tensor([float(t) for t in task_values]))
         # BoTorch's is random. All starts are alike here, so that a fit does not depend on luck.
         with torch.no_grad():
-            self.raw_var.fill_(0.0)
-            spread = 0.1 * torch.eye(len(task_values), rank).roll(q, 0)
+            self.raw_var.fill_(float(q))
+            spread = 0.1 * torch.eye(len(task_values), rank)
             self.raw_covar_factor.copy_(0.5 + spread.to(self.raw_covar_factor))
             if number > 1:
                 share = self.covar_matrix.diagonal().mean() * number

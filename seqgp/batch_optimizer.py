@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from botorch.models.model import Model
 from botorch.models.transforms import Normalize
-from botorch.models.utils.gpytorch_modules import (
-    get_covar_module_with_dim_scaled_prior,
-    get_gaussian_likelihood_with_lognormal_prior,
-)
+from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
-from gpytorch.priors import NormalPrior
 from torch import Tensor
 
 from seqgp.acquisition.batch_options import check_options
@@ -33,10 +29,9 @@ from seqgp.acquisition.validity import (
 from seqgp.ask_tell import AskTell
 from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
-from seqgp.models.multi_task_gp import SequentialMultiTaskGP
+from seqgp.models.correlated_validity import objective_and_validity
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
-from seqgp.models.tasks import LoadingKernel
 from seqgp.trust_region import (
     TrustRegion,
     TrustRegionOptions,
@@ -45,10 +40,6 @@ from seqgp.trust_region import (
     side_weights,
 )
 from seqgp.validation import check_tensor, is_whole
-
-#: Standard deviation of the prior of the objective's weight in the latent function of validity,
-#: as large as that of the other part of it (see `seqgp.kernel_scales.sharp`).
-LOADING = 10.0
 
 
 class BatchOptimizer(AskTell):
@@ -588,26 +579,13 @@ class BatchOptimizer(AskTell):
         )
 
     def _make_both(self, X: Tensor, Y: Tensor) -> Model:
-        """Objective (task 0) and validity (task 1), with the kernels of the default models.
-
-        The latent function of validity has a multiple of the objective as a part. With a weight of
-        zero, with which it starts, the two are independent.
-        """
+        """One model of both, with the kernels of the default models."""
         d = X.shape[-1]
-        shared = LoadingKernel([0, 1], [1.0, 0.0], [0], loading_prior=NormalPrior(0.0, LOADING))
-        own = LoadingKernel([0, 1], [0.0, 1.0], [0, 1])
-        return SequentialMultiTaskGP(
+        return objective_and_validity(
             X,
             Y,
-            None,
-            covar_module=[
-                get_covar_module_with_dim_scaled_prior(d),
-                sharp(get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)),
-            ],
-            task_covar_module=[shared, own],
-            likelihood=[
-                get_gaussian_likelihood_with_lognormal_prior(torch.Size()),
-                self._validity_likelihood(),
-            ],
+            get_covar_module_with_dim_scaled_prior(d),
+            sharp(get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)),
+            self._validity_likelihood(),
             input_transform=Normalize(d + 1, indices=[*range(d)], bounds=self.bounds),
         )

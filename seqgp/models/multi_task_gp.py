@@ -240,7 +240,7 @@ class SequentialMultiTaskGP(SequentialGP):
         """The likelihood of the only output task, or that of all tasks if there are several."""
         likelihood: Any = self.likelihood
         if isinstance(likelihood, TaskLikelihood) and len(self.output_tasks) == 1:
-            return likelihood.likelihoods[self.all_tasks.index(self.output_tasks[0])]  # type: ignore[return-value]
+            return likelihood.likelihoods[self.all_tasks.index(self.output_tasks[0])]
         return likelihood
 
     def observed_of(self, task: int) -> Tensor:
@@ -421,7 +421,7 @@ class SequentialMultiTaskGP(SequentialGP):
         rows = {}
         if isinstance(likelihood, TaskLikelihood):
             if len(present) == 1:
-                likelihood = likelihood.likelihoods[present[0]]  # type: ignore[assignment]
+                likelihood = likelihood.likelihoods[present[0]]
             else:
                 rows["task"] = index.unflatten(-1, (m, -1))
         observed = ObservationPosterior(latent, frozen(likelihood), rows)
@@ -438,7 +438,7 @@ class SequentialMultiTaskGP(SequentialGP):
     def _is_gaussian(self, index: Tensor) -> bool:
         """Whether observations of tasks with these indices are Gaussian."""
         each = _each(self.likelihood, self.all_tasks)
-        return all(is_conjugate(each[i]) for i in index.unique().tolist())  # type: ignore[arg-type]
+        return all(is_conjugate(each[i]) for i in index.unique().tolist())
 
     def _noise_of(self, index: Tensor) -> Tensor:
         """``... x n`` noise variances of Gaussian observations, by the indices of tasks."""
@@ -446,8 +446,8 @@ class SequentialMultiTaskGP(SequentialGP):
         if isinstance(likelihood, TaskLikelihood):
             parts: list[Any] = list(likelihood.likelihoods)
             none = index.new_zeros(1, dtype=self.variational_strategy.inducing_points.dtype)
-            noise = [each.noise.reshape(1) if is_conjugate(each) else none for each in parts]
-            return torch.cat(noise)[index]
+            each = [part.noise.reshape(1) if is_conjugate(part) else none for part in parts]
+            return torch.cat(each)[index]
         if isinstance(likelihood, FixedNoiseGaussianLikelihood):  # the mean of each task's
             held = self.stream.observations
             known, noise = self._index(held.inputs), held.arguments["noise"]
@@ -607,7 +607,7 @@ def _each(
 ) -> list[Likelihood] | list[Likelihood | None]:
     """The likelihood of each task, ``None`` for Gaussian observations with known noise."""
     if isinstance(likelihood, TaskLikelihood):
-        return list(likelihood.likelihoods)  # type: ignore[arg-type]
+        return list(likelihood.likelihoods)
     return [likelihood] * len(tasks)
 
 

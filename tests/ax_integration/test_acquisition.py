@@ -164,7 +164,8 @@ def test_validity_learns_from_the_objective() -> None:
         ):
             own.load_state_dict(alone.state_dict(), strict=False)  # active dimensions
         alone = validity.posterior(x).latent
-        torch.testing.assert_close(both.posterior(x).mean, alone.mean, atol=1e-6, rtol=1e-6)
+        # Sites of the two are iterated until they have converged, from different starts.
+        torch.testing.assert_close(both.posterior(x).mean, alone.mean, atol=1e-4, rtol=1e-4)
     assert (before - alone.mean).abs().max() > 1e-2
     acqf = TimesValidity(LogExpectedImprovement(objective, 0.5), both, X[~mine], BOUNDS)
     assert acqf(x.unsqueeze(-2)).isfinite().all()

@@ -1519,6 +1519,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         return {**super().construct_inputs(training_data), **kwargs}
 
+    @property
+    def output_likelihood(self) -> Likelihood:
+        """The likelihood of the observations that the posterior is about."""
+        return self.likelihood
+
     @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:
         """A copy of the model, of some of the outputs.

@@ -76,7 +76,8 @@ def choices_as_comparisons(choices: Tensor) -> Tensor:
     because :math:`\prod_j (1 + a_j) \ge 1 + \sum_j a_j` for :math:`a_j = e^{f_j - f_1} > 0`
     (Titsias, 2016: "One-vs-each"). So a `PreferenceGP` with a `PairwiseLogitLikelihood` maximises
     a lower bound of the evidence of the choices, which is tight for ``k = 2`` and where the choice
-    is certain. Losers are not compared with each other.
+    is certain. Losers are not compared with each other. Each of the other items counts as one more
+    answer, so that utilities lean further towards the chosen items than those of the softmax would.
 
     Args:
         choices: ``... x n x k`` indices of items, the chosen one first in each row.

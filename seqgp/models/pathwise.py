@@ -106,9 +106,9 @@ def _gaussian_update(
         v = strategy.variational_distribution.rsample(shape)
         values = model.mean_module(points) + (chol @ v.unsqueeze(-1)).squeeze(-1)
     elif strategy.num_latents is None:
-        values = strategy(points).rsample(shape)
+        values = strategy(points, diag=False).rsample(shape)
     else:
-        values = strategy(points.squeeze(-3)).rsample(shape).mT
+        values = strategy(points.squeeze(-3), diag=False).rsample(shape).mT
     weight = torch.cholesky_solve((values - sample_values).unsqueeze(-1), chol).squeeze(-1)
     features = KernelEvaluationMap(model.covar_module, points, input_transform=input_transform)
     return GeneralizedLinearPath(feature_map=features, weight=weight)

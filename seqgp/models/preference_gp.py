@@ -403,6 +403,7 @@ class PreferenceGP(SequentialGP):
 
     def _conditioned(self, pairs: Tensor, answers: Tensor, **kwargs: Any) -> PreferenceGP:
         """Conditioned on answers ``... x k`` about pairs of items ``... x k x 2 x d``."""
+        self._leave_train_mode()
         points = pairs.flatten(-3, -2)
         inputs = self._observed_at(points).unflatten(-2, pairs.shape[-3:-1])
         model: PreferenceGP = self.variational_strategy.get_fantasy_model(

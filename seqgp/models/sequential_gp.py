@@ -299,6 +299,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.to(train_X)
             self.eval()
             check_bound(self.refresh(), "train_Y")
+        self.train()  # as BoTorch's models are, until something is predicted or learnt
 
     def _put_on_seen_values(self, X: Tensor) -> None:
         """What a user's allocator has chosen for raw inputs, with values of discrete columns."""
@@ -658,12 +659,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
-        """Set train or eval mode; training inputs stay as they were given."""
-        return torch.nn.Module.train(self, mode)
+        """Set train or eval mode; training inputs stay as they were given.
+
+        The outcome transform is in eval mode in both: it has learnt its statistics.
+        """
+        torch.nn.Module.train(self, mode)
+        if hasattr(self, "outcome_transform"):
+            self.outcome_transform.eval()
+        return self
 
     def eval(self) -> SequentialGP:
         """Set eval mode."""
         return self.train(False)
+
+    def _leave_train_mode(self) -> None:
+        """Set eval mode for predictions, and for what is learnt without a training loop."""
+        if self.training:
+            self.eval()
 
     @reads
     def posterior(  # type: ignore[override]
@@ -721,8 +733,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
         if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
-        if self.training:
-            self.eval()
+        self._leave_train_mode()
         X = self._predicted_at(X)
         with gpt_posterior_settings():
             # Which raises if batch shapes do not fit.
@@ -1152,6 +1163,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
+        self._leave_train_mode()
         return update(self, X, Y, noise, arguments, mode, options)
 
     def update_stream(
@@ -1245,6 +1257,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                     raise ValueError(
                         f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
                     )
+            self._leave_train_mode()
             forget(self, known, fade)
 
     @property
@@ -1390,6 +1403,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
         check_steps(kwargs.get("tol", 0.0), kwargs.get("max_steps"))
         check_flag(kwargs.get("fixed_inducing", False), "fixed_inducing")
+        self._leave_train_mode()
         X = self.in_precision(X)
         X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
@@ -1479,6 +1493,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             kwargs: As for `condition_on_observations`.
         """
         check_points(inputs, self.num_inputs, "inputs")
+        self._leave_train_mode()
         inputs = self.in_precision(inputs)
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs

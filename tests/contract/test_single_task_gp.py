@@ -223,7 +223,9 @@ def test_built_from_a_data_set() -> None:
 
 
 def test_modes() -> None:
-    """Predictions put a model into eval mode; `train` and `eval` return it."""
+    """A new model is in train mode, after a prediction it is not; `train` and `eval` return it."""
+    X = make_inputs(8, 2)
+    assert all(kind(X, X[:, :1]).training for kind in (SequentialGP, SingleTaskGP))
     for model in models((), 1, False):
         assert model.train() is model
         assert model.training

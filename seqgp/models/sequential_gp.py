@@ -124,8 +124,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       that hyperparameters, noise or the input transform have been set.
     * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. So
       does a loop of your own, the latter only for Gaussian observations of which none has been
-      discarded. In train mode the model returns its posterior; other objectives for exact GPs,
-      which expect the prior, raise.
+      discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
+      observations with an inducing point at each.
+    * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
+      train mode a call returns the posterior, where exact GPs return the prior.
     * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
       are those of the first data.
     * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
@@ -625,9 +627,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- the model
 
     @mean_and_kernel
-    def forward(self, X: Tensor) -> MultivariateNormal:
+    def prior_at(self, X: Tensor) -> MultivariateNormal:
         """The prior at transformed inputs ``... x n x d``."""
         return MultivariateNormal(self.mean_module(X), self.covar_module(X))
+
+    def forward(self, X: Tensor) -> MultivariateNormal:
+        """The prior at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
+
+        Args:
+            X: ``... [x m] x n x d`` inputs.
+        """
+        return self.prior_at(self.transform_inputs(X) if self.training else X)
 
     @reads
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:

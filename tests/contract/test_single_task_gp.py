@@ -234,6 +234,18 @@ def test_modes() -> None:
         assert model.eval() is model
 
 
+@each_shape
+@pytest.mark.parametrize("training", [True, False])
+def test_prior(batch_shape: tuple[int, ...], outputs: int, known: bool, training: bool) -> None:
+    """Of training inputs, which are raw in train mode and transformed in eval mode."""
+    ours, exact = (
+        model.train(training).forward(*model.train_inputs)
+        for model in models(batch_shape, outputs, known)
+    )
+    assert_close(ours.mean, exact.mean)
+    assert_close(ours.covariance_matrix, exact.covariance_matrix)
+
+
 def test_positional_arguments() -> None:
     """In the order of `SingleTaskGP`."""
     exact = pair(fixed_noise=True)[1]

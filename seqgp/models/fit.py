@@ -14,7 +14,6 @@ from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.utils import get_parameters
-from gpytorch.likelihoods import GaussianLikelihoodWithMissingObs, Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
@@ -70,7 +69,7 @@ class FittedModel(DataModel, Protocol):
         ...
 
     @property
-    def train_inputs(self) -> tuple[Tensor, ...]:
+    def train_inputs(self) -> tuple[Tensor]:
         """Inputs of the observations, as they were given in train mode."""
         ...
 
@@ -243,7 +242,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         return -value
     ranks = model.variational_strategy.ranks
     if not isinstance(mll, _ApproximateMarginalLogLikelihood):
-        if ranks.alone and _is_exact(model) and _is_gaussian(model.likelihood):
+        if has_exact_objectives(model):
             return _loss_of_exact_model(model, mll)
         if type(mll) is not ExactMarginalLogLikelihood:
             raise ValueError(
@@ -262,19 +261,23 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
     return shared_loss(lambda: own().sum(), parameters, ranks)()
 
 
-def _is_gaussian(likelihood: Likelihood) -> bool:
-    """Whether observations are Gaussian, and none is missing."""
-    partial = isinstance(likelihood, GaussianLikelihoodWithMissingObs)
-    return has_closed_form(likelihood) and not partial
+def has_exact_objectives(model: FittedModel) -> bool:
+    """Whether a model is an exact one: Gaussian observations, an inducing point at each.
+
+    Args:
+        model: The model.
+    """
+    alone = model.variational_strategy.ranks.alone and not model.variational_strategy.is_fantasy
+    return alone and has_closed_form(model.likelihood) and _is_exact(model)
 
 
 def _loss_of_exact_model(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
     """The negative of an objective that is a functional of the prior, and of Gaussian noise."""
-    inputs = model.train_inputs
-    f = model(*inputs, prior=True)
+    (inputs,) = model.train_inputs
+    f = model(inputs, prior=True)
     if model.training:
-        inputs = tuple(map(model.transform_inputs, inputs))
-    value: Tensor = mll(f, model.train_targets, *inputs)
+        inputs = model.transform_inputs(inputs)
+    value: Tensor = mll(f, model.train_targets, inputs)
     return -value
 
 

@@ -669,14 +669,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
-        """Set train or eval mode; training inputs stay as they were given.
-
-        The outcome transform is in eval mode in both: it has learnt its statistics.
-        """
-        torch.nn.Module.train(self, mode)
-        if hasattr(self, "outcome_transform"):
-            self.outcome_transform.eval()
-        return self
+        """Set train or eval mode; training inputs stay as they were given."""
+        return torch.nn.Module.train(self, mode)
 
     def eval(self) -> SequentialGP:
         """Set eval mode."""
@@ -1600,6 +1594,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             (0.3, 20)
         """
         load_state(self, state_dict, strict, keep_transforms, assign)
+        if keep_transforms:
+            for transform in ("input_transform", "outcome_transform"):
+                if hasattr(self, transform):
+                    getattr(self, transform).eval()
 
     def unshare(self, memo: dict[int, Any] | None = None) -> None:
         """Make copies of what a fantasy shares with its parent, before either is changed.
@@ -1640,11 +1638,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
-        if converts and self.variational_strategy.is_fantasy:
+        strategy = self.variational_strategy
+        if converts and strategy.is_fantasy:
             self.unshare()
+        covers = converts and not strategy.is_fantasy and self.inducing_points_cover_data
         self.stream = self.stream.to(fn)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)
+        if covers and strategy.ranks.alone and not self.inducing_points_cover_data:
+            # Inputs that have been transformed and then converted are not quite those that have
+            # been converted and then transformed.
+            X = self.transform_train_inputs(self.stream.observations.points).detach()
+            strategy.start_from(X.reshape(strategy.inducing_points.shape))
+            self.refresh()
         if self.settled_at:
             self.note_hyperparameters()
         return self

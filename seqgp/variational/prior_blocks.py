@@ -125,7 +125,7 @@ def prior_of(model: Any) -> Forward:
     for kind in type(model).__mro__:
         for name in ("prior_at", "forward"):
             if name in vars(kind):
-                return getattr(model, name)  # type: ignore[no-any-return]
+                return getattr(model, name)
     raise AttributeError(f"{type(model).__name__} has no method forward.")
 
 

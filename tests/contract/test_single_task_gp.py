@@ -234,6 +234,17 @@ def test_modes() -> None:
         assert model.eval() is model
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_transforms_after_loading(keep: bool) -> None:
+    """Those that have been kept do not learn other statistics, also in train mode."""
+    X, learns = make_inputs(8, 2), []
+    for kind in (SequentialGP, SingleTaskGP):
+        model = kind(X, X[:, :1], input_transform=Normalize(2), outcome_transform=Standardize(1))
+        model.load_state_dict(copy.deepcopy(model.state_dict()), keep_transforms=keep)
+        learns.append((model.input_transform.training, model.outcome_transform.training))
+    assert learns[0] == learns[1] == (not keep, not keep)
+
+
 @each_shape
 @pytest.mark.parametrize("training", [True, False])
 def test_prior(batch_shape: tuple[int, ...], outputs: int, known: bool, training: bool) -> None:
@@ -261,3 +272,15 @@ def test_single_precision() -> None:
     model = SequentialGP(X, X.sum(-1, keepdim=True))
     assert model.posterior(X).mean.dtype == torch.float32
     assert model.double().posterior(X.double()).mean.dtype == torch.float64
+
+
+def test_converted_models_stay_exact() -> None:
+    """Inducing points are the inputs that a transform makes of converted ones, to the last bit."""
+    X = (5 * make_inputs(8, 2)).float()
+    models = [
+        kind(X, X[:, :1].sin(), input_transform=Normalize(2)).double()
+        for kind in (SequentialGP, SingleTaskGP)
+    ]
+    assert models[0].inducing_points_cover_data
+    test = make_inputs(3, 2)
+    assert_same(*(model.eval().posterior(test) for model in models))

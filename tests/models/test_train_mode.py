@@ -148,14 +148,6 @@ def test_what_is_not_a_loop_ends_train_mode() -> None:
         assert not fresh.training
 
 
-def test_training_leaves_the_outcome_transform_alone() -> None:
-    X = make_inputs(12, 2)
-    model = SequentialGP(X, 5 + X[:, :1])
-    before = model.outcome_transform.means.clone()
-    model.train().outcome_transform(X[:, 1:])
-    assert torch.equal(model.outcome_transform.means, before)
-
-
 def test_the_loop_with_an_input_transform_and_few_inducing_points() -> None:
     """It is the exact model's: inducing points make no difference to the prior."""
     losses = []

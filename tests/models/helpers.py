@@ -36,8 +36,8 @@ class Data(NamedTuple):
     arguments: dict[str, Any]
 
     def model(self, **kwargs: Any) -> SequentialGP:
-        """A model of these data, by default with an inducing point at each input."""
-        return SequentialGP(
+        """A model of these data in eval mode, by default with an inducing point at each input."""
+        model = SequentialGP(
             self.X,
             self.Y,
             **{
@@ -49,6 +49,7 @@ class Data(NamedTuple):
                 **kwargs,
             },
         )
+        return model.eval()
 
 
 def observe(name: str, X: Tensor) -> tuple[Tensor, dict[str, Any]]:

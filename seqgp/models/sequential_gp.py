@@ -1641,7 +1641,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         strategy = self.variational_strategy
         if converts and strategy.is_fantasy:
             self.unshare()
-        covers = converts and not strategy.is_fantasy and self.inducing_points_cover_data
+        known = strategy.is_fantasy or strategy.has_summary
+        covers = converts and not known and self.inducing_points_cover_data
         self.stream = self.stream.to(fn)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)

@@ -478,6 +478,7 @@ class PreferenceGP(SequentialGP):
 
     def _conditioned(self, answers: Answers, **kwargs: Any) -> PreferenceGP:
         """Conditioned on answers."""
+        self._leave_train_mode()
         points = answers.inputs.flatten(-3, -2)
         inputs = self._observed_at(points).unflatten(-2, answers.inputs.shape[-3:-1])
         options: dict[str, Any] = {**answers.arguments, **kwargs}

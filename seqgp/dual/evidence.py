@@ -20,8 +20,8 @@ posterior means :math:`\bar g = A^T \mu` and variances :math:`v`,
     \partial_\lambda F = \bar g, \quad
     \partial_\beta F = -\tfrac12 (\bar g^2 + v).
 
-as :math:`D B_w = D W - D = B_w - D`. So three products of :math:`m \times n` matrices are all that value and derivatives take: two for
-:math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
+as :math:`D B_w = D W - D = B_w - D`. So three products of :math:`m \times n` matrices are all that
+value and derivatives take: two for :math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
 
 If the inducing points are the inputs, :math:`A = L^T` is known and the evidence is that of the
 exact GP, from one Cholesky factor (`exact_evidence`).

@@ -35,7 +35,6 @@ from seqgp.dual.evidence import (
 )
 from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower
 from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
-from seqgp.dual.projection import coincident
 from seqgp.likelihoods.expectations import expected_log_prob
 from seqgp.likelihoods.traits import (
     has_closed_form,
@@ -80,6 +79,8 @@ class Setting(NamedTuple):
         num_latents: The number of latents of the likelihood, ``None`` for one.
         past: The summary, if there is one.
         stays: Whether the inducing points are those of the summary, and are not moved.
+        kept: ``... x m x s``, which inducing points are which points of the summary, if neither
+            move; a point that is kept keeps its jitter, so that nothing is lost by keeping it.
         ranks: The processes that share the observations.
     """
 
@@ -89,6 +90,7 @@ class Setting(NamedTuple):
     num_latents: int | None
     past: Past | None
     stays: bool
+    kept: Tensor | None = None
     ranks: Ranks = ALONE
 
 
@@ -142,10 +144,8 @@ def maximised_bound(
             own = _Own(mean_Z, own_K, own_K, cross[..., :count], chol, 0.0)
         else:
             own = _own_blocks(setting, past, x, c, count, shared)
-            if not (Z.requires_grad and torch.is_grad_enabled()):
-                # A point that is kept keeps its jitter, so that nothing is lost by keeping it.
-                nugget = coincident(Z, past.points)
-                nugget = nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
+            if setting.kept is not None:
+                nugget = setting.kept * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
                 own = own._replace(with_Z=own.with_Z + nugget)
         block, constant = _past_block(past, own, noise)
         block = Block(

@@ -140,7 +140,8 @@ class _Covariances(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_right = _pulled(weight.mT, right, left, ctx.factor)
         if ctx.needs_input_grad[2]:
-            d_scale = ((outer * value).sum() / scale).reshape(scale.shape)
+            total = torch.dot(outer.reshape(-1), value.reshape(-1))
+            d_scale = (total / scale).reshape(scale.shape)
         return d_left, d_right, d_scale, None
 
 

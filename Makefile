@@ -31,7 +31,7 @@ demo: $(READY_DEMO)
 	$(BIN)/python -m tutorials.hotspots --short
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	CI=true $(BIN)/python -m pytest -q -n $(WORKERS)
 
 quick: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,10 @@ class Ranks:
 
     All methods but the properties are collective: every rank calls them, in the same order.
 
+    A model does not keep its group alive. So after `torch.distributed.destroy_process_group`, the
+    threads of the group have ended, and the process can end safely while models are still around.
+    Threads of gloo that are at work when the interpreter shuts down would abort the process.
+
     Args:
         process_group: A group of `torch.distributed` (``torch.distributed.group.WORLD`` for all
             processes), ``None`` for this process alone.
@@ -47,7 +52,7 @@ class Ranks:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.group = process_group
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
         self.rank, self.size = 0, 1
         if process_group is not None:
             if not isinstance(process_group, dist.ProcessGroup):
@@ -55,6 +60,7 @@ class Ranks:
                     "process_group: expected a group of torch.distributed, such as "
                     f"torch.distributed.group.WORLD, got {process_group!r:.60}."
                 )
+            self._group = weakref.ref(process_group)
             self.rank, self.size = dist.get_rank(process_group), process_group.size()
         #: Bytes that this rank has contributed to exchanges so far.
         self.bytes_sent = 0
@@ -63,12 +69,27 @@ class Ranks:
         return self  # copies of a model belong to the same processes
 
     def __reduce__(self) -> Any:
-        if self.group is not None:
+        if self._group is not None:
             raise TypeError(
                 "A model with a process_group cannot be pickled: save it with seqgp.save, or "
                 "pickle what model.gathered() returns."
             )
         return Ranks, ()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, ``None`` for this process alone."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise _marked(
+                RuntimeError(
+                    "The process_group of this model has been destroyed. Predictions work without "
+                    "it; to learn, load a checkpoint into a new group."
+                )
+            )
+        return group
 
     @property
     def alone(self) -> bool:

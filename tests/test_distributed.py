@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def test_one_rank_is_as_no_group(group_of_one: dist.ProcessGroup) -> None:
     means = [model.posterior(X).mean for model in models]
     assert torch.equal(*means)
     assert torch.equal(models[1].gathered().posterior(X).mean, means[0])
+
+
+def test_ranks_do_not_keep_their_group_alive(tmp_path: Path) -> None:
+    """Threads of a group that outlive it would abort the process when it ends."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    ranks, group = Ranks(dist.group.WORLD), weakref.ref(dist.group.WORLD)
+    assert ranks.group is group()
+    dist.destroy_process_group()
+    assert group() is None
+    with pytest.raises(RuntimeError, match=r"process_group of this model has been destroyed"):
+        _ = ranks.group
 
 
 def test_a_model_of_a_group_is_not_pickled(group_of_one: dist.ProcessGroup) -> None:

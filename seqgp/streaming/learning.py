@@ -173,7 +173,7 @@ def stream_densities(model: StreamModel) -> Tensor:
         relative to the mean of that; missing ones are zero.
     """
     stream = model.stream
-    density = leave_one_out(model, model.transformed(stream.observations), stream.fade)
+    density = leave_one_out(model, model.transformed(stream.observations), stream.counts)
     density = density.nan_to_num(0.0)
     density = density.sum(tuple(range(density.dim() - 1))) if density.dim() > 1 else density
     ranks = model.variational_strategy.ranks
@@ -181,18 +181,19 @@ def stream_densities(model: StreamModel) -> Tensor:
     return density * weights / weights.mean()
 
 
-def is_better(densities: Tensor, others: Tensor) -> bool:
+def is_better(densities: Tensor, others: Tensor, certainty: float = CERTAINTY) -> bool:
     """Whether the mean of densities is larger, beyond what chance explains.
 
     Args:
         densities: ``n`` densities.
         others: ``n`` densities of the same observations.
+        certainty: How many standard errors make a difference count.
     """
     if len(densities) < 2:
         return False
     difference = densities - others
     error = difference.std() / len(difference) ** 0.5
-    return bool(difference.mean() > CERTAINTY * error)
+    return bool(difference.mean() > certainty * error)
 
 
 def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:

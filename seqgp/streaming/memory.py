@@ -230,10 +230,12 @@ class MemoryOptions:
         seed: Seed of the draws.
         replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
             observation that is not Gaussian keeps the site that it had, which grows stale as the
-            posterior moves on. With 0 (the default) that has to do. With 1 the summary does not
+            posterior moves on. With 0 that has to do. With 1 the summary does not
             count; instead every remembered observation counts for all those that it was drawn
             from, by the inverse of the probability of being kept: for a memory that is large, and
-            a posterior that moves far. In between, each counts in part.
+            a posterior that moves far. In between, each counts in part. ``None`` (the default)
+            chooses along the stream (`seqgp.streaming.replay`): the summary, as long as the
+            memory alone does not predict better.
         balance: Whether the classes of a classification share the places evenly, as far as there
             are enough of each.
 
@@ -253,7 +255,7 @@ class MemoryOptions:
     per_update: int | None = None
     policy: str | MemoryPolicy | PolicyFunction = "random"
     seed: int = 0
-    replay: float = 0.0
+    replay: float | None = None
     balance: bool = False
 
     def __post_init__(self) -> None:
@@ -263,9 +265,9 @@ class MemoryOptions:
         known = isinstance(self.policy, str | MemoryPolicy) or callable(self.policy)
         if not known or isinstance(self.policy, type):
             raise TypeError(f"policy: expected a name or a function, got {self.policy!r}.")
-        if not _is_number(self.replay):
-            raise TypeError(f"replay: expected a number in [0, 1], got {self.replay!r}.")
-        if not 0 <= self.replay <= 1:
+        if self.replay is not None and not _is_number(self.replay):
+            raise TypeError(f"replay: expected a number in [0, 1] or None, got {self.replay!r}.")
+        if self.replay is not None and not 0 <= self.replay <= 1:
             raise ValueError(f"replay: expected a number in [0, 1], got {self.replay}.")
         if self.replay and (self.policy == "none" or 0 in (self.capacity, self.per_update)):
             raise ValueError("replay: nothing is remembered that could stand for the rest.")
@@ -315,6 +317,12 @@ class MemoryOptions:
         if isinstance(self.policy, str):
             return POLICIES.get(self.policy)
         return FunctionPolicy(self.policy)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether what is remembered is a random sample of the stream."""
+        some = self.capacity is None or self.capacity > 0
+        return some and self.per_update != 0 and isinstance(self.chooser, SamplingPolicy)
 
     def _by_class(
         self, classes: Tensor, num_new: int

@@ -71,7 +71,7 @@ def merge_models(
     chosen = different(alike) if hyperparameters is None else [hyperparameters]
     candidates = []
     for index in chosen:
-        candidates.append(_join(alike, index, options.replay, max_inducing))
+        candidates.append(_join(alike, index, options.replay or 0.0, max_inducing))
         note()
     bounds = torch.stack([bound for _, bound in candidates]).nan_to_num(nan=-torch.inf)
     best, _ = candidates[int(bounds.argmax())]

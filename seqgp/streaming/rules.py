@@ -72,6 +72,8 @@ class UpdateRule(ABC):
     name: str
     #: Whether the default standardisation of the targets follows the stream.
     follows_scale = True
+    #: Whether the memory may stand for some of what has been folded.
+    chooses_replay = True
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
         """Raise if the rule does not know some of the options.
@@ -267,7 +269,7 @@ def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
     strategy, stream = model.variational_strategy, model.stream
     if not stream.num_held or not strategy.has_summary:
         return None
-    others = (stream.represents - 1) * stream.fade * stream.summary_share
+    others = (stream.represents - 1) * stream.fade
     if summary_noise(model.likelihood) is not None:
         return others
     sites, _ = strategy.sites(data, likelihood=model.likelihood)

@@ -71,6 +71,8 @@ class StreamState:
         rule: The name of the rule by which the stream is learnt.
         classes_seen: The classes of a softmax that there have been so far.
         replay: For how much of what has been folded the memory stands, see `MemoryOptions`.
+        power: With a replay, each of these observations counts for this power of how many it stands
+            for: once with 0, for all of them with 1.
         learned_at: How many observations had been seen when hyperparameters were learnt last.
         expected: The mean log density of observations like those so far, when hyperparameters were
             learnt last; ``None`` if they have not been.
@@ -93,6 +95,7 @@ class StreamState:
     rule: str = "pseudo-likelihood"
     classes_seen: tuple[int, ...] = ()
     replay: float = 0.0
+    power: float = 1.0
     learned_at: int = 0
     restarted_at: int = 0
     expected: float | None = None
@@ -203,9 +206,14 @@ class StreamState:
     @property
     def weights(self) -> Tensor | None:
         """``n``, how often each observation at hand counts; ``None`` for once."""
+        return self.counts if self.replay or self.fades else None
+
+    @property
+    def counts(self) -> Tensor:
+        """``n``, how often each observation at hand is part of the posterior."""
         if not self.replay:
-            return self.fade if self.fades else None
-        return self.fade * (1 + self.replay * (self.represents - 1))
+            return self.fade
+        return self.fade * (1 + self.replay * (self.represents**self.power - 1))
 
     @property
     def summary_share(self) -> float:

@@ -43,6 +43,7 @@ from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.paper import PaperRule
 from seqgp.streaming.point_criterion import explain_residuals, inducing_cost
+from seqgp.streaming.replay import choose_replay
 from seqgp.streaming.rules import (
     Batch,
     Learned,
@@ -228,7 +229,9 @@ def _learn(
         represented = stands_for(model, model.transformed(model.stream.observations))
     if not model.stream.num_updates:
         model.stream = replace(model.stream, initial=model.hyperparameter_values())
-    model.stream = replace(model.stream.append(new), replay=memory.replay)
+    model.stream = model.stream.append(new)
+    if memory.replay is not None:
+        model.stream = replace(model.stream, replay=float(memory.replay), power=1.0)
     note_classes(model)
     data = model.transformed(model.stream.observations)
     factor = _discount(model, data, num_old, options)
@@ -252,6 +255,12 @@ def _learn(
     small = not checks and _is_small(model, num_new)
     if not (small and _have_their_points(model, num_new, inducing, options.max_inducing)):
         _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
+    if memory.replay is None and checks and rule.chooses_replay and memory.is_sample:
+        choose_replay(
+            model, stream_size=model.stream.num_seen + num_new, max_steps=options.site_steps
+        )
+    if represented is not None:
+        represented = represented * model.stream.summary_share
     plan = Plan(decision, inducing.moves, place, SMALL_BATCH_TOLERANCE if small else 1e-8)
     learned = rule.learn(model, Batch(data, num_old, represented), options, plan)
     if checks and inducing.follows_kernel and not isinstance(rule, PaperRule):
@@ -300,7 +309,7 @@ def _discount(
         return options.discount
     old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
     stream = model.stream
-    factor, evidence = choose_discount(model, new, old, stream.fade[:num_old], stream.drift)
+    factor, evidence = choose_discount(model, new, old, stream.counts[:num_old], stream.drift)
     model.stream = replace(model.stream, drift=evidence)
     return factor
 

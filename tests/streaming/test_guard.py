@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 import threading
@@ -159,29 +160,70 @@ def check_readers(
             possible[read].add(read(alone).numpy().tobytes())
     assert all(len(found) == number for found in possible.values())
 
-    model, seen, done = first, [], threading.Event()
+    for _ in range(10):
+        seen, meanwhile = read_while_learning(copy.deepcopy(first), learn_all, reads)
+        wrong = [read.__name__ for read, result in seen if result not in possible[read]]
+        assert not wrong
+        assert {result for read, result in seen if read is moments} == possible[moments]
+        if meanwhile:
+            return
+    pytest.fail("No read began and ended during an update.")
 
-    def learn() -> None:
-        torch.set_default_dtype(torch.float64)
-        for _ in learn_all(model):
-            pass
-        done.set()
+
+def read_while_learning(
+    model: SequentialGP,
+    learn_all: Callable[[SequentialGP], Iterator[None]],
+    reads: Sequence[Callable[[SequentialGP], Tensor]],
+) -> tuple[list[tuple[Callable[[SequentialGP], Tensor], bytes]], int]:
+    """What a reader has seen, and how many reads began and ended during one and the same update.
+
+    Between updates, the learner waits until everything has been read.
+    """
+    seen: list[tuple[Callable[[SequentialGP], Tensor], bytes]] = []
+    updating, meanwhile, rounds, stop = 0, 0, 0, False  # `updating` is 0 between updates
+    has_read = threading.Condition()
+    errors: list[BaseException] = []
+
+    def everything_is_read() -> None:
+        with has_read:
+            goal = rounds + 2  # the round under way may have begun before
+            assert has_read.wait_for(lambda: rounds >= goal or bool(errors), timeout=300)
+        if errors:
+            raise errors[0]
 
     def read_all() -> None:
+        nonlocal meanwhile, rounds
         torch.set_default_dtype(torch.float64)
-        while not done.is_set():
-            for read in reads:
-                seen.append((read, read(model).numpy().tobytes()))
+        try:
+            while not stop:
+                for read in reads:
+                    before = updating
+                    seen.append((read, read(model).numpy().tobytes()))
+                    meanwhile += bool(before) and before == updating
+                with has_read:
+                    rounds += 1
+                    has_read.notify()
+        except BaseException as error:
+            with has_read:
+                errors.append(error)
+                has_read.notify()
 
-    threads = [threading.Thread(target=target) for target in (learn, read_all)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done.is_set()
-    wrong = [read.__name__ for read, result in seen if result not in possible[read]]
-    assert not wrong
-    assert len({result for read, result in seen if read is moments}) > 1  # it read meanwhile
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    try:
+        everything_is_read()
+        steps = learn_all(model)
+        for number in itertools.count(1):
+            updating = number
+            more = next(steps, False) is None
+            updating = 0
+            if not more:
+                break
+            everything_is_read()
+    finally:
+        stop = True
+        reader.join()
+    return seen, meanwhile
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)

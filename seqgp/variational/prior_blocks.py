@@ -188,12 +188,9 @@ def _from_modules(
     mean, prior_left = mean_module(right), None
     if shared and left_batch.numel() == 1:
         flat_left, flat_right = left.reshape(-1, d), right.reshape(-1, d)
-        if with_left:  # both blocks at once
-            both = matrix(flat_left, torch.cat([flat_left, flat_right])).reshape(p, -1)
-            own, cross = both.split([p, both.shape[-1] - p], -1)
-            prior_left = mean_module(left).reshape(p), own
-        else:
-            cross = matrix(flat_left, flat_right)
+        cross = matrix(flat_left, flat_right)
+        if with_left:
+            prior_left = mean_module(left).reshape(p), matrix(flat_left, flat_left).reshape(p, p)
         cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
         mean = mean.reshape(*right_batch, n)
     elif shared and right_batch.numel() == 1 and not with_left:

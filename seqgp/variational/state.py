@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,6 +67,7 @@ TENSORS: Mapping[str, int] = {
 }
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
+_COLLECTIONS = frozenset({dict, OrderedDict, set, list, tuple})
 
 #: Whether an objective is evaluated that holds the sites fixed on purpose.
 _SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
@@ -531,7 +533,7 @@ class DualState(_VariationalStrategy):
                 if kind in _PLAIN:
                     if name != "training" or module is not self.model:
                         plain.append(value)
-                elif kind is not dict and isinstance(value, Tensor):
+                elif kind not in _COLLECTIONS and isinstance(value, Tensor):
                     tensors.append(value)
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for b in module._buffers.values() if b is not None]
@@ -541,9 +543,10 @@ class DualState(_VariationalStrategy):
                 owners.append(tensor)
                 plain.append(tensor._version)
         plain += [tensor.shape for tensor in tensors]
-        Z = tensors[0]
-        flat = [t.detach().reshape(-1).to(device=Z.device) for t in tensors]
-        return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
+        device = tensors[0].device
+        with torch.no_grad():
+            flat = [(t if t.device == device else t.to(device)).reshape(-1) for t in tensors]
+            return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
 
     def stays(self, Z: Tensor) -> bool:
         """Whether ``Z`` are the points of the stored duals, and not about to move."""

@@ -40,6 +40,7 @@ from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.duals import add as add_duals
 from seqgp.dual.linalg import broadcast_shapes, inverse_lower
 from seqgp.dual.posterior import explained, has_posterior, unexplained_variance
+from seqgp.dual.projection import coincident
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import empty_summary, least_square, log_constant
 from seqgp.likelihoods.softmax import softmax_bound_sites
@@ -166,6 +167,7 @@ class DualVariationalStrategy(DualState):
         self._observed: Observed | None = None
         self._correction: _Correction | None = None
         self._past: tuple[Tensor, float, Past] | None = None
+        self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         self.is_fantasy = False
 
@@ -175,13 +177,13 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = None
+        state["_whitened"] = state["_coincident"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations either
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._correction = self._past = self._whitened = None
+        self._correction = self._past = self._whitened = self._coincident = None
         if self._observed is not None:
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
@@ -424,15 +426,26 @@ class DualVariationalStrategy(DualState):
         """
         past = self._past_sites(summary_share) if summary_share and self.has_summary else None
         Z = self.placed_points
+        stays = past is None or self.stays(Z)
         return Setting(
             self.prior_at,
             Z,
             self.jitter_val,
             self.num_latents,
             past,
-            past is None or self.stays(Z),
+            stays,
+            None if stays or past is None else self._kept(Z, past.points),
             self.ranks,
         )
+
+    def _kept(self, Z: Tensor, points: Tensor) -> Tensor | None:
+        """Which inducing points are which others; ``None`` if they are about to move."""
+        if Z.requires_grad and torch.is_grad_enabled():
+            return None
+        known = self._coincident
+        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not points:
+            known = self._coincident = (Z, Z._version, points, coincident(Z, points))
+        return known[3]
 
     @torch.no_grad()
     def _past_sites(self, share: float) -> Past:

@@ -36,6 +36,7 @@ BENCHMARKS = {
     "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
     "magnetic": Entry("a field mapped by a robot as it drives, against rivals", "seeds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
+    "distributed": Entry("ranks that share data: seconds, memory and bytes of each", "seeds"),
     "lunar": Entry("batches for a lunar lander that may crash, against rivals", "seeds"),
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),

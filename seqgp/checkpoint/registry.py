@@ -411,6 +411,10 @@ register(
         "cutpoints": None,  # they are parameters
     },
 )
+register(
+    sl.RatingLikelihood,
+    {"scale": None, "level": None, "noise": None, "batch_shape": _shape_of("raw_noise")},
+)
 register(sl.TieLikelihood, {"width": None})  # it is a parameter
 
 

@@ -386,8 +386,7 @@ class SequentialMultiTaskGP(SequentialGP):
                 )
             m, X_full = len(tasks), with_task_column(X, tasks, self.task_feature)
         index = self._index(X_full)
-        if self.training:
-            self.eval()
+        self._leave_train_mode()
         f = self(self._predicted_at(X_full))
         mean, covariance = f.mean, f.lazy_covariance_matrix
         gaussian = observation_noise is False or self._is_gaussian(index)

@@ -124,7 +124,7 @@ def test_mixed_likelihoods_against_brute_force():
     Y = torch.tensor([[0.7], [4.0], [1.0]], dtype=torch.double)
     each = [GaussianLikelihood(), PoissonLikelihood(), BernoulliLikelihood()]
     each[0].noise = 0.2
-    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each, outcome_transform=None).eval()
     with torch.no_grad():
         prior = model.forward(X)
         mean, K = prior.mean.numpy(), prior.covariance_matrix.numpy()

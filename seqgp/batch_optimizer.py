@@ -80,7 +80,7 @@ class BatchOptimizer(AskTell):
         correlated: Whether objective and validity are correlated, once there are evaluations of
             both kinds: one `SequentialMultiTaskGP` learns both, in which the latent function of
             validity has a multiple of the objective as a part. By default they are independent,
-            which was as good where it was measured and is faster.
+            which is faster.
         fit_options: Options of L-BFGS for fitting hyperparameters.
         seed: Seed of all random numbers.
         trust_region: Whether to search in a trust region around the best point, for many inputs

@@ -16,7 +16,7 @@ from gpytorch.means import MultitaskMean
 from torch import Tensor
 
 from seqgp.ax.acquisition import ValidAcquisition, validity_of
-from seqgp.ax.model import UPDATE_STEPS, AxSequentialGP
+from seqgp.ax.model import FIT_STEPS, AxSequentialGP
 from seqgp.likelihoods.traits import is_conjugate
 from seqgp.models.correlated_validity import objective_and_validity
 from seqgp.variational.elbo import DualELBO
@@ -52,7 +52,7 @@ class CorrelatedValidity(Model):
                 outcome_transform=None,
                 learn_inducing_points=False,
             )
-        options = {"options": {"maxiter": UPDATE_STEPS}}
+        options = {"options": {"maxiter": FIT_STEPS}}
         fit_gpytorch_mll(DualELBO(self.model.likelihood, self.model), optimizer_kwargs=options)
 
     @property

@@ -122,6 +122,7 @@ def draw(mean: Tensor, sent: list[float], size: int) -> None:
         axes[0, 2].bar((places + shift).tolist(), values, width=0.38, label=label)
     axes[0, 2].set_xticks(places.tolist(), [f"robot {rank}" for rank in range(ROBOTS)])
     axes[0, 2].set_title("kilobytes of each robot")
+    axes[0, 2].set_ylim(top=1.3 * max(held, *sent))  # room for the legend
     axes[0, 2].legend()
     print(f"Figures: {common.save(figure, 'shared_map')}")
 

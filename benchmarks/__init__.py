@@ -51,5 +51,6 @@ BENCHMARKS = {
     "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "levelsets": Entry("level sets of observers, trial by trial, against AEPsych", "seeds"),
     "preferences": Entry("a utility from comparisons, against PairwiseGP; duel loops", "seeds"),
+    "outputs": Entry("correlated outputs, noise that varies, labels beside values", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

@@ -15,13 +15,13 @@ posterior means :math:`\bar g = A^T \mu` and variances :math:`v`,
 
 .. math::
     \partial_{K_{zh}} F &= L^{-T} (\mu (\lambda - \beta \bar g)^T + D A \beta), \\
-    \partial_{K_{zz}} F &= -\tfrac12 L^{-T} (\mu \mu^T + D B_w) L^{-1}, \\
+    \partial_{K_{zz}} F &= -\tfrac12 L^{-T} (\mu \mu^T + B_w - D) L^{-1}, \\
     \partial_{\operatorname{var}} F &= -\tfrac12 \beta, \quad
     \partial_\lambda F = \bar g, \quad
     \partial_\beta F = -\tfrac12 (\bar g^2 + v).
 
-So three products of :math:`m \times n` matrices are all that value and derivatives take: two for
-:math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
+as :math:`D B_w = D W - D = B_w - D`. So three products of :math:`m \times n` matrices are all that
+value and derivatives take: two for :math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
 
 If the inducing points are the inputs, :math:`A = L^T` is known and the evidence is that of the
 exact GP, from one Cholesky factor (`exact_evidence`).
@@ -126,7 +126,7 @@ class _Evidence(torch.autograd.Function):
         whitened, flat = rest[:k], rest[k:]
         D = -torch.cholesky_inverse(R)
         D.diagonal(dim1=-2, dim2=-1).add_(1)
-        inner = mean.unsqueeze(-1) * mean.unsqueeze(-2) + D @ B
+        inner = B - D + mean.unsqueeze(-1) * mean.unsqueeze(-2)
         inner = _reduce(outer[..., None, None] * inner, chol.shape)
         half = solve_upper(chol, inner)
         d_covariance = -0.5 * solve_upper(chol, half.mT)
@@ -207,7 +207,7 @@ def _derivatives(
         d_beta = -0.5 * outer * (g.square() + v)
     slope = (lam - beta * g) * outer
     d_cross = product * (beta * outer).unsqueeze(-2)
-    d_cross += weights.unsqueeze(-1) * slope.unsqueeze(-2)
+    d_cross.addcmul_(weights.unsqueeze(-1), slope.unsqueeze(-2))
     return d_cross, -0.5 * outer * beta, outer * g, d_beta
 
 
@@ -265,7 +265,7 @@ class _UnexplainedTotal(torch.autograd.Function):
         d_covariance = weighted @ E.mT
         diagonal = d_covariance.diagonal(dim1=-2, dim2=-1)
         diagonal += ctx.jitter * diagonal
-        d_cross = _reduce(-2 * weighted, cross)
+        d_cross = _reduce(weighted.mul_(-2), cross)
         return _reduce(d_covariance, own), d_cross, _reduce(weights, variance), None, None, None
 
 

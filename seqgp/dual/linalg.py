@@ -36,10 +36,12 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -
         The ``... x m x m`` lower Cholesky factor.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    if strict:  # without a ladder the scale does not matter
-        full = matrix + torch.diag_embed(jitter * diagonal) if jitter else matrix
-        factor, failed = torch.linalg.cholesky_ex(full)
+    full = matrix + torch.diag_embed(jitter * diagonal) if jitter else matrix
+    factor, failed = torch.linalg.cholesky_ex(full)
+    if strict:
         return torch.where((failed > 0)[..., None, None], torch.nan, factor)
+    if not bool(failed.any()):  # the scale matters to the ladder alone
+        return factor
     scale = diagonal.clamp_min(torch.finfo(matrix.dtype).tiny).sqrt().unsqueeze(-1)
     unit = matrix / (scale * scale.mT)
     if jitter:

@@ -306,7 +306,10 @@ def converge_sites(
     if base is not None:
         shape = broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
     start = Sites(start.lam.expand(shape), start.beta.expand(shape))
-    state, _ = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps, ranks=ranks)
+    # Where precisions may be negative, the target of a state need not have a posterior.
+    state, _ = fixed_point(
+        step, start, False, rho, tol, max_steps, ranks=ranks, ahead_of_tol=not signed
+    )
     return state
 
 
@@ -338,6 +341,7 @@ def fixed_point(
     tol: float = 1e-6,
     max_steps: int = 100,
     ranks: Ranks = ALONE,
+    ahead_of_tol: bool = False,
 ) -> tuple[Pair, Convergence]:
     r"""Solve ``state = target(state)`` by accelerated iteration that does not lower the bound.
 
@@ -360,6 +364,8 @@ def fixed_point(
         tol: The relative tolerance.
         max_steps: The largest number of calls to ``step``.
         ranks: Processes each of which has some elements of the state. Bounds are those of all.
+        ahead_of_tol: Whether to return the target of the final state if that is within the
+            tolerance. It costs nothing more, and plain steps mostly bring it closer.
     """
     target, bound = step(state, False)
     if conjugate:
@@ -419,6 +425,8 @@ def fixed_point(
             NumericalWarning,
             stacklevel=3,
         )
+    if ahead_of_tol and not is_left:
+        now = ahead
     return layout.unpack(now), Convergence(steps, residual, bound, not is_left)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.noise_floor import noise_floor
+from seqgp.likelihoods.traits import precision_floor
 from seqgp.observations import Observations
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.model import StreamModel
@@ -51,6 +52,9 @@ SURPRISE, LEAST_SURPRISE = 0.05, 10.0
 MOST_SURPRISING = 3.0
 #: L-BFGS stops when an iteration gains less than this, in nats for each observation.
 TOLERANCE = 5e-5
+#: Relative tolerance of the sites at each evaluation. Those of log-concave likelihoods are a step
+#: further than it says: the gradient's relative error is some 1e-4, the bound's 1e-6 nats.
+SITE_TOLERANCE, LOG_CONCAVE_TOLERANCE = 1e-4, 1e-2
 #: How many standard errors make a difference between leave-one-out densities count.
 CERTAINTY = 2.0
 
@@ -233,8 +237,8 @@ def maximise(
     if not parameters or not steps:
         return 0
     sites, taken = None, 0
-    # The sites follow the hyperparameters closely from step to step: a loose tolerance.
-    tol = 1e-3 if options.optimizer == "adam" else 1e-4
+    tol = SITE_TOLERANCE if precision_floor(model.likelihood) is None else LOG_CONCAVE_TOLERANCE
+    tol = max(tol, 1e-3) if options.optimizer == "adam" else tol
 
     def objective() -> Tensor:
         nonlocal sites, taken

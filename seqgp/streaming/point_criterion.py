@@ -23,6 +23,7 @@ from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
+from seqgp.variational.stationary import stationary
 
 #: The loss that is tolerated by default, in nats for each observation.
 TOLERANCE = 0.005
@@ -252,8 +253,8 @@ def _exchange(
             break
         deviation = P[:, old, old].sqrt().unsqueeze(-1)
         weights, row = P[:, old] / deviation, B[:, old] / deviation
-        P -= weights.unsqueeze(-1) * weights.unsqueeze(-2)
-        B -= weights.unsqueeze(-1) * row.unsqueeze(-2)
+        P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2), value=-1)
+        B.addcmul_(weights.unsqueeze(-1), row.unsqueeze(-2), value=-1)
         unexplained += row.square()
         P[:, old], P[:, :, old], B[:, old] = 0, 0, 0
 
@@ -264,8 +265,8 @@ def _exchange(
         deviation = (given[:, new] + jitter * prior[:, new]).sqrt().unsqueeze(-1)
         weights, row = -B[:, :, new] / deviation, given / deviation
         weights[:, old] = 1 / deviation.squeeze(-1)
-        P += weights.unsqueeze(-1) * weights.unsqueeze(-2)
-        B += weights.unsqueeze(-1) * row.unsqueeze(-2)
+        P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2))
+        B.addcmul_(weights.unsqueeze(-1), row.unsqueeze(-2))
         unexplained -= row.square()
         points[old], cross[:, old], exchanged = candidates[new], covariance, True
     return points if exchanged else Z
@@ -282,7 +283,9 @@ def first_kernel(kernel: Kernel) -> Kernel:
 
 def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:
     """``b x n`` covariances of one of ``n`` inputs with all of them."""
-    return _members(to_dense(kernel(inputs[i : i + 1], inputs)), 2)[:, 0]
+    own, known = inputs[i : i + 1], stationary(kernel)
+    matrix = to_dense(kernel(own, inputs)) if known is None else known.matrix(own, inputs)
+    return _members(matrix, 2)[:, 0]
 
 
 def _members(tensor: Tensor, event_dims: int) -> Tensor:

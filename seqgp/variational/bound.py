@@ -35,7 +35,6 @@ from seqgp.dual.evidence import (
 )
 from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_lower
 from seqgp.dual.posterior import posterior_mean, posterior_variance, unexplained_variance
-from seqgp.dual.projection import coincident
 from seqgp.likelihoods.expectations import expected_log_prob
 from seqgp.likelihoods.traits import (
     has_closed_form,
@@ -80,6 +79,8 @@ class Setting(NamedTuple):
         num_latents: The number of latents of the likelihood, ``None`` for one.
         past: The summary, if there is one.
         stays: Whether the inducing points are those of the summary, and are not moved.
+        kept: ``... x m x s``, which inducing points are which points of the summary, if neither
+            move; a point that is kept keeps its jitter, so that nothing is lost by keeping it.
         ranks: The processes that share the observations.
     """
 
@@ -89,6 +90,7 @@ class Setting(NamedTuple):
     num_latents: int | None
     past: Past | None
     stays: bool
+    kept: Tensor | None = None
     ranks: Ranks = ALONE
 
 
@@ -117,18 +119,11 @@ def maximised_bound(
     ranks = setting.ranks
     x, c = _with_latents(data, setting.num_latents)
     shared = setting.forward(Z[..., :1, :]).batch_shape.numel() == 1
-    s = 0 if past is None or setting.stays else past.points.shape[-2]
-    right = x
-    if s and past is not None:
-        batch = broadcast_shapes(past.points.shape[:-2], x.shape[:-2])
-        right = torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (past.points, x)], -2)
-    prior = joint_prior(setting.forward, Z, right, shared, with_left=True, once=True)
+    prior = joint_prior(setting.forward, Z, x, shared, with_left=True, once=True)
     assert prior.left is not None
-    mean_Z, K = prior.left
-    sizes = [s, right.shape[-2] - s]
-    (K_ZS, cross), (mean_S, mean) = prior.cross.split(sizes, -1), prior.mean.split(sizes, -1)
+    (mean_Z, K), cross, mean = prior.left, prior.cross, prior.mean
     if c is None:
-        variance = prior.variance()[..., s:]
+        variance = prior.variance()
     else:
         cross, mean = contract(cross, c), contract(mean.unsqueeze(-2), c).squeeze(-2)
         variance = functional_variance(setting.forward, x, c)
@@ -145,15 +140,14 @@ def maximised_bound(
             count = stands_for.shape[-1]
         if setting.stays:
             diagonal = K.diagonal(dim1=-2, dim2=-1)
-            own = _Own(K + torch.diag_embed(jitter * diagonal), cross[..., :count], chol, 0.0)
-            K_ZS, mean_S = own.covariance, mean_Z
+            own_K = K + torch.diag_embed(jitter * diagonal)
+            own = _Own(mean_Z, own_K, own_K, cross[..., :count], chol, 0.0)
         else:
             own = _own_blocks(setting, past, x, c, count, shared)
-            if not (Z.requires_grad and torch.is_grad_enabled()):
-                # A point that is kept keeps its jitter, so that nothing is lost by keeping it.
-                nugget = coincident(Z, past.points)
-                K_ZS = K_ZS + nugget * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-        block, constant = _past_block(past, K_ZS, own.covariance, mean_S, noise)
+            if setting.kept is not None:
+                nugget = setting.kept * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
+                own = own._replace(with_Z=own.with_Z + nugget)
+        block, constant = _past_block(past, own, noise)
         block = Block(
             ranks.shared(block.cross), block.variance, Sites(*map(ranks.shared, block.sites))
         )
@@ -292,20 +286,16 @@ def _fit(
     return log_prob.sum(-1) - log_site
 
 
-def _past_block(
-    past: Past, K_ZS: Tensor, K_SS: Tensor, mean: Tensor, noise: Tensor | None
-) -> tuple[Block, Tensor]:
+def _past_block(past: Past, own: _Own, noise: Tensor | None) -> tuple[Block, Tensor]:
     """The summary's functionals and sites, and its part of the bound that q does not enter.
 
     Args:
         past: The summary.
-        K_ZS: ``... x m x s``.
-        K_SS: ``... x s x s``.
-        mean: ``... x s``, the prior mean at its points now.
+        own: The prior at its points now.
         noise: ``... x 1``, the noise variance of Gaussian observations.
     """
     C, (lam, beta) = past.coefficients, past.sites
-    shift = (C @ (mean - past.mean).unsqueeze(-1)).squeeze(-1)
+    shift = (C @ (own.mean - past.mean).unsqueeze(-1)).squeeze(-1)
     constant = (lam * shift - 0.5 * beta * shift.square()).sum(-1)
     lam = lam - beta * shift
     if noise is not None:
@@ -313,24 +303,28 @@ def _past_block(
         constant = (constant - 0.5 * past.square) / noise.squeeze(-1)
         constant = constant - 0.5 * past.number * (2 * math.pi * noise.squeeze(-1)).log()
     # The sum of precisions times variances of all functionals at once.
-    trace = (past.precision * K_SS).sum((-2, -1))
+    trace = (past.precision * own.covariance).sum((-2, -1))
     trace = trace if noise is None else trace / noise.squeeze(-1)
-    return Block(K_ZS @ C.mT, torch.zeros_like(past.sites.beta), Sites(lam, beta)), (
+    return Block(own.with_Z @ C.mT, torch.zeros_like(past.sites.beta), Sites(lam, beta)), (
         constant - 0.5 * trace
     )
 
 
 class _Own(NamedTuple):
-    """The prior at the summary's own points, as they see observations at hand.
+    """The prior at the summary's own points, as they see what is at hand.
 
     Attributes:
+        mean: ``... x s``.
         covariance: ``... x s x s``.
-        cross: ``... x s x k``, with the observations.
+        with_Z: ``... x m x s``, with the inducing points.
+        cross: ``... x s x k``, with observations.
         chol: ``... x s x s``, the Cholesky factor of the former, without a graph.
         jitter: The relative jitter that is part of the factor but not of the covariance.
     """
 
+    mean: Tensor
     covariance: Tensor
+    with_Z: Tensor
     cross: Tensor
     chol: Tensor
     jitter: float
@@ -350,21 +344,20 @@ class _Own(NamedTuple):
 def _own_blocks(
     setting: Setting, past: Past, x: Tensor, c: Tensor | None, count: int, shared: bool
 ) -> _Own:
-    """The prior at the summary's points, and with the first ``count`` observations."""
+    """The prior at the summary's points, with inducing points and the first observations."""
     J = 1 if c is None else c.shape[-1]
-    prior = joint_prior(
-        setting.forward,
-        past.points,
-        x[..., : count * J, :],
-        shared,
-        with_left=True,
-        coefficients=None if c is None else c[..., :count, :],
-        once=True,
-    )
+    Z, points = setting.inducing_points, x[..., : count * J, :]
+    batch = broadcast_shapes(Z.shape[:-2], points.shape[:-2])
+    right = torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (Z, points)], -2)
+    prior = joint_prior(setting.forward, past.points, right, shared, with_left=True, once=True)
     assert prior.left is not None
-    covariance = prior.left[1]
+    mean, covariance = prior.left
+    m = Z.shape[-2]
+    with_Z, cross = prior.cross.split([m, prior.cross.shape[-1] - m], -1)
+    if c is not None:
+        cross = contract(cross, c[..., :count, :])
     chol = scaled_cholesky(covariance.detach(), setting.jitter)
-    return _Own(covariance, prior.cross, chol, setting.jitter)
+    return _Own(mean, covariance, with_Z.mT, cross, chol, setting.jitter)
 
 
 def _with_latents(data: Observations, num_latents: int | None) -> tuple[Tensor, Tensor | None]:

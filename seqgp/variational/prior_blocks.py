@@ -112,6 +112,23 @@ def joint_prior(
     return prior if coefficients is None else _contract(prior, forward, right, coefficients)
 
 
+def prior_of(model: Any) -> Forward:
+    """The prior of a model at inputs as its strategy sees them.
+
+    It is what ``forward`` returns. A model whose ``forward`` is for others (BoTorch's transform the
+    inputs in train mode) has a method ``prior_at`` beside it; classes that override ``forward``
+    mean that one.
+
+    Args:
+        model: The model.
+    """
+    for kind in type(model).__mro__:
+        for name in ("prior_at", "forward"):
+            if name in vars(kind):
+                return getattr(model, name)
+    raise AttributeError(f"{type(model).__name__} has no method forward.")
+
+
 def mean_and_kernel(forward: F) -> F:
     """Marks a ``forward`` that is a ``mean_module`` and a ``covar_module``, and nothing else.
 
@@ -171,12 +188,9 @@ def _from_modules(
     mean, prior_left = mean_module(right), None
     if shared and left_batch.numel() == 1:
         flat_left, flat_right = left.reshape(-1, d), right.reshape(-1, d)
-        if with_left:  # both blocks at once
-            both = matrix(flat_left, torch.cat([flat_left, flat_right])).reshape(p, -1)
-            own, cross = both.split([p, both.shape[-1] - p], -1)
-            prior_left = mean_module(left).reshape(p), own
-        else:
-            cross = matrix(flat_left, flat_right)
+        cross = matrix(flat_left, flat_right)
+        if with_left:
+            prior_left = mean_module(left).reshape(p), matrix(flat_left, flat_left).reshape(p, p)
         cross = cross.reshape(p, *right_batch, n).movedim(0, -2)
         mean = mean.reshape(*right_batch, n)
     elif shared and right_batch.numel() == 1 and not with_left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,7 +49,7 @@ from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
-from seqgp.variational.prior_blocks import joint_prior
+from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of
 
 #: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
 #: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
@@ -66,6 +67,7 @@ TENSORS: Mapping[str, int] = {
 }
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
+_COLLECTIONS = frozenset({dict, OrderedDict, set, list, tuple})
 
 #: Whether an objective is evaluated that holds the sites fixed on purpose.
 _SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
@@ -375,6 +377,11 @@ class DualState(_VariationalStrategy):
             self._floating = None
         self.clear_cache()
 
+    @property
+    def prior_at(self) -> Forward:
+        """The model's prior at inputs as this strategy sees them."""
+        return prior_of(self.model)
+
     # ---------------------------------------------------------------- training loops
 
     def attach(self, leaves: Leaves) -> None:
@@ -420,7 +427,7 @@ class DualState(_VariationalStrategy):
         if self._floating is None:
             return
         with _eval_mode(self.model):
-            prior = self.model.forward(self.inducing_points)
+            prior = self.prior_at(self.inducing_points)
         chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
         self.reference_points = self.inducing_points.detach().clone()
         self.reference_mean, self.reference_chol = prior.mean.clone(), chol
@@ -475,7 +482,7 @@ class DualState(_VariationalStrategy):
         """
         leaves = self.leaves()
         if leaves is not None:
-            prior = self.model.forward(self.placed_points)
+            prior = self.prior_at(self.placed_points)
             return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
         if self.training:
             _check_prior_is_a_function(self.model)
@@ -526,7 +533,7 @@ class DualState(_VariationalStrategy):
                 if kind in _PLAIN:
                     if name != "training" or module is not self.model:
                         plain.append(value)
-                elif kind is not dict and isinstance(value, Tensor):
+                elif kind not in _COLLECTIONS and isinstance(value, Tensor):
                     tensors.append(value)
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for b in module._buffers.values() if b is not None]
@@ -536,9 +543,10 @@ class DualState(_VariationalStrategy):
                 owners.append(tensor)
                 plain.append(tensor._version)
         plain += [tensor.shape for tensor in tensors]
-        Z = tensors[0]
-        flat = [t.detach().reshape(-1).to(device=Z.device) for t in tensors]
-        return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
+        device = tensors[0].device
+        with torch.no_grad():
+            flat = [(t if t.device == device else t.to(device)).reshape(-1) for t in tensors]
+            return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
 
     def stays(self, Z: Tensor) -> bool:
         """Whether ``Z`` are the points of the stored duals, and not about to move."""
@@ -551,7 +559,7 @@ class DualState(_VariationalStrategy):
         K = to_dense(prior.lazy_covariance_matrix)
         if self.stays(Z):
             return self.basis(Z, K, prior.mean)
-        joint = joint_prior(self.model.forward, Z, self.reference_points, shared=False)
+        joint = joint_prior(self.prior_at, Z, self.reference_points, shared=False)
         covariance = to_dense(joint.covariance()) if self.has_summary else None
         return self.basis(Z, K, joint.mean, joint.cross, covariance)
 
@@ -591,7 +599,7 @@ class DualState(_VariationalStrategy):
 
     def build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
-        prior = self.model.forward(Z) if prior is None else prior
+        prior = self.prior_at(Z) if prior is None else prior
         chol, basis = self._change_of_basis(Z, prior)
         duals = moved(Duals(self.dual_lam, self.dual_B), basis)
         shared = prior.batch_shape.numel() == 1
@@ -738,7 +746,7 @@ class DualState(_VariationalStrategy):
         try:
             with _eval_mode(self.model):
                 state = self.state()
-                K = to_dense(self.model.forward(self.inducing_points).lazy_covariance_matrix)
+                K = to_dense(self.prior_at(self.inducing_points).lazy_covariance_matrix)
         except RuntimeError:  # of modules that have been converted before
             return None
         if K.dtype != self.dual_B.dtype:

@@ -1,14 +1,15 @@
 r"""Covariance matrices of the usual stationary kernels, with closed-form derivatives.
 
 Learning evaluates a bound and its derivatives many times, and autograd through a kernel makes some
-twenty passes over all covariances. With inputs divided by the lengthscales and
-:math:`s = |x - x'|^2`, RBF and Matérn kernels are functions :math:`k(s)`, and
+twenty passes over all covariances. With inputs divided by the lengthscales, up to a factor of each
+kind of kernel, and :math:`s = |x - x'|^2`, RBF and Matérn kernels are functions :math:`k(s)`, and
 
 .. math::
     \partial_{x} k = 2 k'(s) (x - x').
 
 So one more matrix, :math:`k'`, is all that a derivative needs. GPyTorch's own functions of this
-kind leave the derivatives with respect to inputs to autograd.
+kind leave the derivatives with respect to inputs to autograd. Temporary matrices cost more than
+arithmetic on them, so most of it is done in place.
 """
 
 from __future__ import annotations
@@ -21,23 +22,39 @@ from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
 from torch import Tensor
 
 
+class Profile(NamedTuple):
+    """A kind of kernel, as a function of scaled squared distances.
+
+    Attributes:
+        unit: Inputs are multiplied by this beside being divided by the lengthscales.
+        factor: The derivative is this times what `evaluate` returns second.
+        evaluate: Maps squared distances, which it may overwrite, and the prior variance to
+            covariances and to their derivatives up to ``factor``.
+    """
+
+    unit: float
+    factor: float
+    evaluate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Stationary(NamedTuple):
     """A kernel whose covariances are a scale times a function of the scaled squared distance.
 
     Attributes:
         lengthscale: ``1 x d`` or ``1 x 1``.
         scale: The prior variance, a scalar; ``None`` for one.
-        profile: Maps squared distances, which it may overwrite, to :math:`k` and :math:`k'`.
+        profile: The function.
     """
 
     lengthscale: Tensor
     scale: Tensor | None
-    profile: Callable[[Tensor], tuple[Tensor, Tensor]]
+    profile: Profile
 
     def matrix(self, left: Tensor, right: Tensor) -> Tensor:
         """``... x p x n`` covariances of values at ``... x p x d`` and ``... x n x d`` inputs."""
         centre = right.detach().mean(-2, keepdim=True)  # small numbers have small rounding errors
-        scaled = ((x - centre) / self.lengthscale for x in (left, right))
+        inverse = self.profile.unit / self.lengthscale
+        scaled = ((x - centre) * inverse for x in (left, right))
         scale = left.new_ones(()) if self.scale is None else self.scale
         return _Covariances.apply(*scaled, scale, self.profile)
 
@@ -59,9 +76,9 @@ def stationary(kernel: Kernel) -> Stationary | None:
         scale, kernel = kernel.outputscale, kernel.base_kernel
     profile = None
     if type(kernel) is RBFKernel:
-        profile = _rbf
+        profile = _RBF
     elif type(kernel) is MaternKernel:
-        profile = {1.5: _matern_3_2, 2.5: _matern_5_2}.get(kernel.nu)
+        profile = {1.5: _MATERN_3_2, 2.5: _MATERN_5_2}.get(kernel.nu)
     if profile is None or kernel.active_dims is not None:
         return None
     lengthscale = kernel.lengthscale
@@ -70,43 +87,46 @@ def stationary(kernel: Kernel) -> Stationary | None:
     return Stationary(lengthscale, scale, profile)
 
 
-def _rbf(square: Tensor) -> tuple[Tensor, Tensor]:
-    value = square.mul_(-0.5).exp_()
-    return value, -0.5 * value
+def _rbf(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    value = square.neg_().exp_().mul_(scale)
+    return value, value
 
 
-def _matern_3_2(square: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`(1 + r) e^{-r}` with :math:`r^2 = 3 s`; :math:`dr / ds = 3 / (2 r)`."""
-    r = square.mul_(3).sqrt_()
-    decay = torch.exp(-r)
-    return r.add_(1).mul_(decay), decay.mul_(-1.5)
+def _matern_3_2(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r""":math:`(1 + r) e^{-r}` with :math:`r^2 = s`; :math:`dr / ds = 1 / (2 r)`."""
+    r = square.sqrt_()
+    decay = torch.neg(r).exp_().mul_(scale)
+    return torch.addcmul(decay, r, decay, out=r), decay
 
 
-def _matern_5_2(square: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`(1 + r + r^2 / 3) e^{-r}` with :math:`r^2 = 5 s`; :math:`dr / ds = 5 / (2 r)`."""
-    r = square.mul_(5).sqrt()
-    decay = torch.exp(-r)
-    quadratic = square.mul_(decay).div_(3)
-    slope = r.add_(1).mul_(decay)
-    return quadratic.add_(slope), slope.mul_(-5 / 6)
+def _matern_5_2(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r""":math:`(1 + r + r^2 / 3) e^{-r}` with :math:`r^2 = s`; :math:`dr / ds = 1 / (2 r)`."""
+    r = square.sqrt()
+    decay = torch.neg(r).exp_().mul_(scale)
+    slope = torch.addcmul(decay, r, decay, out=r)
+    return torch.addcmul(slope, square, decay, value=1 / 3, out=square), slope
+
+
+_RBF = Profile(0.5**0.5, -1.0, _rbf)
+_MATERN_3_2 = Profile(3**0.5, -1 / 2, _matern_3_2)
+_MATERN_5_2 = Profile(5**0.5, -1 / 6, _matern_5_2)
 
 
 class _Covariances(torch.autograd.Function):
     """The matrix of ``scale * k(|x - x'|^2)``; differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, left: Tensor, right: Tensor, scale: Tensor, profile: Callable[..., Any]
-    ) -> Tensor:
-        norms = [x.square().sum(-1) for x in (left, right)]
-        square = norms[0].unsqueeze(-1) + norms[1].unsqueeze(-2)
-        if square.dim() == 2:
-            square = square.addmm_(left, right.mT, alpha=-2).clamp_min_(0)
-        else:
-            square = square.sub_(2 * left @ right.mT).clamp_min_(0)
-        value, slope = profile(square)
+    def forward(ctx: Any, left: Tensor, right: Tensor, scale: Tensor, profile: Profile) -> Tensor:
+        # One product for |x|^2 - 2 x x' + |x'|^2.
+        ones = [x.new_ones(*x.shape[:-1], 1) for x in (left, right)]
+        norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
+        square = torch.cat([left, norms[0], ones[0]], -1) @ (
+            torch.cat([-2 * right, ones[1], norms[1]], -1).mT
+        )
+        value, slope = profile.evaluate(square.clamp_min_(0), scale)
         ctx.save_for_backward(left, right, scale, value, slope)
-        return scale * value
+        ctx.factor = 2 * profile.factor
+        return value
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,13 +134,19 @@ class _Covariances(torch.autograd.Function):
         left, right, scale, value, slope = ctx.saved_tensors
         d_left = d_right = d_scale = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            weight = (outer * slope).mul_(2 * scale)
+            weight = outer * slope
         if ctx.needs_input_grad[0]:
-            d_left = weight.sum(-1, keepdim=True) * left - weight @ right
-            d_left = d_left.sum_to_size(left.shape)
+            d_left = _pulled(weight, left, right, ctx.factor)
         if ctx.needs_input_grad[1]:
-            d_right = weight.sum(-2).unsqueeze(-1) * right - weight.mT @ left
-            d_right = d_right.sum_to_size(right.shape)
+            d_right = _pulled(weight.mT, right, left, ctx.factor)
         if ctx.needs_input_grad[2]:
-            d_scale = (outer * value).sum().reshape(scale.shape)
+            total = torch.dot(outer.reshape(-1), value.reshape(-1))
+            d_scale = (total / scale).reshape(scale.shape)
         return d_left, d_right, d_scale, None
+
+
+def _pulled(weight: Tensor, points: Tensor, others: Tensor, factor: float) -> Tensor:
+    """``factor`` times the sums ``sum_j w_ij (x_i - x'_j)``, of the shape of the points."""
+    ones = others.new_ones(*others.shape[:-1], 1)
+    sums = weight @ torch.cat([others, ones], -1)
+    return ((sums[..., -1:] * points - sums[..., :-1]) * factor).sum_to_size(points.shape)

@@ -40,6 +40,7 @@ from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.dual.duals import add as add_duals
 from seqgp.dual.linalg import broadcast_shapes, inverse_lower
 from seqgp.dual.posterior import explained, has_posterior, unexplained_variance
+from seqgp.dual.projection import coincident
 from seqgp.dual.sites import sites as make_sites
 from seqgp.dual.summary import empty_summary, least_square, log_constant
 from seqgp.likelihoods.softmax import softmax_bound_sites
@@ -166,6 +167,7 @@ class DualVariationalStrategy(DualState):
         self._observed: Observed | None = None
         self._correction: _Correction | None = None
         self._past: tuple[Tensor, float, Past] | None = None
+        self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         self.is_fantasy = False
 
@@ -175,13 +177,13 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = None
+        state["_whitened"] = state["_coincident"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations either
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._correction = self._past = self._whitened = None
+        self._correction = self._past = self._whitened = self._coincident = None
         if self._observed is not None:
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
@@ -424,15 +426,26 @@ class DualVariationalStrategy(DualState):
         """
         past = self._past_sites(summary_share) if summary_share and self.has_summary else None
         Z = self.placed_points
+        stays = past is None or self.stays(Z)
         return Setting(
-            self.model.forward,
+            self.prior_at,
             Z,
             self.jitter_val,
             self.num_latents,
             past,
-            past is None or self.stays(Z),
+            stays,
+            None if stays or past is None else self._kept(Z, past.points),
             self.ranks,
         )
+
+    def _kept(self, Z: Tensor, points: Tensor) -> Tensor | None:
+        """Which inducing points are which others; ``None`` if they are about to move."""
+        if Z.requires_grad and torch.is_grad_enabled():
+            return None
+        known = self._coincident
+        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not points:
+            known = self._coincident = (Z, Z._version, points, coincident(Z, points))
+        return known[3]
 
     @torch.no_grad()
     def _past_sites(self, share: float) -> Past:
@@ -734,14 +747,14 @@ class DualVariationalStrategy(DualState):
         if x.shape[-1] != self.inducing_points.shape[-1]:
             check_inputs(x, self.inducing_points.shape[-1], "x")
         if prior:
-            prior_f = self.model.forward(self._with_latents(x))
+            prior_f = self.prior_at(self._with_latents(x))
             return self._distribution(prior_f.mean, prior_f.lazy_covariance_matrix)
         self.variational_params_initialized.fill_(1)
         return self.forward(x, diag_only=self.training and diag)
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        x, forward = self._with_latents(x), self.model.forward
+        x, forward = self._with_latents(x), self.prior_at
         if not self.training:
             # The covariance, and gradients, may be evaluated when the model has moved on.
             forward = frozen_prior(forward)
@@ -876,7 +889,7 @@ class DualVariationalStrategy(DualState):
         x, c = self._with_latents(data.points), data.coefficients
         if c is not None and self.num_latents is not None:
             c = c.unsqueeze(-3)
-        return joint_prior(self.model.forward, self.placed_points, x, shared, coefficients=c)
+        return joint_prior(self.prior_at, self.placed_points, x, shared, coefficients=c)
 
     def whitened(self, chol: Tensor, shared: bool, data: Observations) -> Whitened:
         """What the inducing points know of the functionals that are observed.

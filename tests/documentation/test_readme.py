@@ -70,6 +70,16 @@ def test_block_runs(file: Path, line: int, source: str) -> None:
     assert run(file, line, source)["__name__"] == "__main__"
 
 
+def test_sums_example_predicts_villages() -> None:
+    """From counts of districts; within what the posterior says of its errors."""
+    block = next(block for block in blocks(GUIDE) if "by_village" in block[2])
+    namespace: dict[str, Any] = dict(run(*block))
+    error = namespace["by_village"].mean.squeeze(-1) - namespace["rate"].log().flatten()
+    assert float(error.square().mean().sqrt().detach()) < 0.05  # rates have a spread of .53
+    deviation = namespace["by_village"].variance.squeeze(-1).sqrt()
+    assert float((error.abs() < 2 * deviation).double().mean()) > 0.9
+
+
 def test_stream_example_predicts_the_rate() -> None:
     block = next(block for block in blocks() if "PoissonLikelihood" in block[2])
     names = run(*block)

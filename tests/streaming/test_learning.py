@@ -15,6 +15,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Laplac
 from benchmarks.small_batches import labels
 from seqgp import DualELBO, SequentialGP
 from seqgp.streaming.learning import (
+    LOG_CONCAVE_TOLERANCE,
     decide,
     expected_density,
     is_better,
@@ -43,6 +44,26 @@ def test_learning_becomes_rare() -> None:
     assert all(later >= 1.2 * earlier for earlier, later in itertools.pairwise(learnt))
     assert decide(stream, 0, True).learn
     assert not decide(stream, 10**9, False).learn
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_the_tolerance_of_the_sites_leaves_bound_and_gradient_as_they_are(name: str) -> None:
+    """From the sites of other hyperparameters, as along the way of an optimiser."""
+    X, Y, _ = make_data(name)
+    model = make_model(name, X, Y, X[:8]).train()
+    with torch.no_grad():
+        _, sites = model.bound(tol=1e-10)
+        for parameter in model.hyperparameters():
+            parameter += 0.3
+    parameters = [p for p in model.hyperparameters() if p.requires_grad]
+    values, gradients = [], []
+    for tol in (1e-10, LOG_CONCAVE_TOLERANCE):
+        bound, _ = model.bound(sites, tol)
+        values.append(bound.item())
+        slopes = torch.autograd.grad(bound, parameters)
+        gradients.append(torch.cat([slope.flatten() for slope in slopes]))
+    assert values[1] == pytest.approx(values[0], abs=1e-4)
+    assert (gradients[1] - gradients[0]).norm() < 1e-3 * gradients[0].norm()
 
 
 def test_surprise_is_summed_up_and_outliers_are_cut() -> None:

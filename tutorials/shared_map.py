@@ -116,9 +116,14 @@ def draw(mean: Tensor, sent: list[float], size: int) -> None:
     for rank in range(ROBOTS):
         points, _ = measure(rank, 0, size)
         axes[0, 1].plot(*points[:60].T, ".", ms=4)
-    data = 3 * 8 * BATCHES * size / 1e3
-    axes[0, 2].bar([f"robot {rank}" for rank in range(ROBOTS)], sent)
-    axes[0, 2].set_title(f"kB sent, of one who holds {data:.0f} kB")
+    held = 3 * 8 * BATCHES * size / 1e3
+    places = torch.arange(ROBOTS).double()
+    for shift, values, label in ((-0.2, [held] * ROBOTS, "measured"), (0.2, sent, "sent")):
+        axes[0, 2].bar((places + shift).tolist(), values, width=0.38, label=label)
+    axes[0, 2].set_xticks(places.tolist(), [f"robot {rank}" for rank in range(ROBOTS)])
+    axes[0, 2].set_title("kilobytes of each robot")
+    axes[0, 2].set_ylim(top=1.3 * max(held, *sent))  # room for the legend
+    axes[0, 2].legend()
     print(f"Figures: {common.save(figure, 'shared_map')}")
 
 

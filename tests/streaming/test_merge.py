@@ -13,7 +13,7 @@ from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood
 from torch import Tensor
 
 import seqgp
-from seqgp import SequentialGP
+from seqgp import SequentialGP, SequentialMultiTaskGP
 from seqgp.streaming.memory import MemoryOptions
 from tests.helpers import CASES, assert_close, latent, make_inputs, problem, state_of, unscaled
 
@@ -183,6 +183,28 @@ def test_several_outputs_batches_latents_and_weights() -> None:
     replayed = [build(X[s], labels[s], **options) for s in (SHARDS[0], SHARDS[2])]
     merged = seqgp.merge(replayed, memory=MemoryOptions(10, replay=0.5, balance=True))
     assert (merged.num_data, merged.stream.replay) == (10, 0.5)
+
+
+def test_tasks() -> None:
+    """Models that have observed the same tasks, or one each, with targets in the same units."""
+    inputs = torch.cat([X, torch.arange(60).remainder(2).unsqueeze(-1).to(X)], -1)
+    options: dict[str, Any] = {"all_tasks": [0, 1], "inducing_points": inputs[::5]}
+
+    def model(rows: Tensor, **more: Any) -> SequentialMultiTaskGP:
+        return SequentialMultiTaskGP(inputs[rows], Y[rows], 2, **options, **more)
+
+    mixed, task = torch.arange(60), inputs[:, 2]
+    whole = model(mixed, outcome_transform=None)
+    for first in (mixed < 15, task == 0):
+        parts = [model(rows, outcome_transform=None) for rows in (first, ~first)]
+        for part in parts:
+            part.update(inputs[:0], Y[:0], memory=0, learn=False)
+        merged = seqgp.merge(parts)
+        assert isinstance(merged, SequentialMultiTaskGP)
+        assert_same(merged, whole)
+        assert (merged.num_seen, merged.num_data) == (60, 0)
+    with pytest.raises(ValueError, match="TaskStandardize of its outcomes has other statistics"):
+        seqgp.merge([model(mixed < 15), model(mixed >= 15)])
 
 
 def test_what_cannot_be_merged() -> None:

@@ -209,19 +209,18 @@ def _on_all_ranks(model: FittedModel) -> Iterator[None]:
         return
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     state = {name: tensor.detach().clone() for name, tensor in strategy.tensors().items()}
-    try:
-        with strategy.ranks.together(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            yield
-            strategy.ranks.agree()
-    except BaseException:
+
+    def restore() -> None:
         strategy.set_tensors(state)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name != "variational_strategy.inducing_points":
                     parameter.copy_(parameters[name])
         model.note_hyperparameters()
-        raise
+
+    with strategy.ranks.all_or_none(restore), torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:

@@ -912,7 +912,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
-        with strategy.ranks.together(), step_limit(max_steps) as limit:
+        before = {} if strategy.ranks.alone else strategy.tensors()
+        restore = partial(strategy.set_tensors, before)
+        with strategy.ranks.all_or_none(restore), step_limit(max_steps) as limit:
             info = strategy.converge(
                 data,
                 likelihood=self.likelihood,
@@ -1068,8 +1070,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             if stream.shard is not None and ranks.total(len(changed) != len(held)):
                 shard = Shard.begin(len(changed), fade.device, ranks)
                 stream = replace(stream, shard=shard).noting_noise()
-            ranks.agree()
-        self.stream = stream
+            ranks.commit(lambda: setattr(self, "stream", stream))
 
     # ---------------------------------------------------------------- streaming
 
@@ -1536,6 +1537,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             kwargs: Further arguments of the constructor.
         """
         return {**super().construct_inputs(training_data), **kwargs}
+
+    @property
+    def output_likelihood(self) -> Likelihood:
+        """The likelihood of the observations that the posterior is about."""
+        return self.likelihood
 
     @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
+from botorch.models.pairwise_gp import PairwiseLaplaceMarginalLogLikelihood
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.utils import get_parameters
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
@@ -31,6 +32,9 @@ from seqgp.validation import check_count, check_flag, check_number, check_step_s
 from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
+
+#: The evidence of exact models, or its approximation: `DualELBO` takes their place.
+EVIDENCE = (ExactMarginalLogLikelihood, PairwiseLaplaceMarginalLogLikelihood)
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
 #: more, the data come in minibatches.
@@ -154,7 +158,7 @@ def fit(
         model.refresh()
         return mll
     objective = mll
-    if type(mll) is ExactMarginalLogLikelihood:
+    if type(mll) in EVIDENCE:
         objective = DualELBO(mll.likelihood, model)
     elif not isinstance(mll, _ApproximateMarginalLogLikelihood):
         mll = _fit_fallback(mll, optimizer_kwargs=optimizer_kwargs, **kwargs)
@@ -243,7 +247,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
     if not isinstance(mll, _ApproximateMarginalLogLikelihood):
         if has_exact_objectives(model):
             return _loss_of_exact_model(model, mll)
-        if type(mll) is not ExactMarginalLogLikelihood:
+        if type(mll) not in EVIDENCE:
             raise ValueError(
                 f"mll: a {type(mll).__name__} is for exact models. This one is sparse, has "
                 "discarded observations, or some are missing or not Gaussian; use DualELBO."

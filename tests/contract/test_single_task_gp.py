@@ -274,6 +274,7 @@ def test_single_precision() -> None:
     assert model.double().posterior(X.double()).mean.dtype == torch.float64
 
 
+@pytest.mark.filterwarnings("ignore:The model inputs are of type torch.float32")
 def test_converted_models_stay_exact() -> None:
     """Inducing points are the inputs that a transform makes of converted ones, to the last bit."""
     X = (5 * make_inputs(8, 2)).float()

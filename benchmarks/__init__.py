@@ -36,6 +36,7 @@ BENCHMARKS = {
     "timing": Entry("test density against seconds of learning, at fixed hyperparameters", "folds"),
     "magnetic": Entry("a field mapped by a robot as it drives, against rivals", "seeds"),
     "update": Entry("one update as the past grows: time and memory, against a refit", "seeds"),
+    "distributed": Entry("ranks that share data: seconds, memory and bytes of each", "seeds"),
     "lunar": Entry("batches for a lunar lander that may crash, against rivals", "seeds"),
     "constrained": Entry("hidden failing regions: regret, and the cost of a batch", "seeds"),
     "botorch_loop": Entry("a BoTorch loop that conditions between refits, against refits", "seeds"),
@@ -50,5 +51,6 @@ BENCHMARKS = {
     "attack": Entry("promises attacked: random calls, kills, corruption, interrupts", "seeds"),
     "levelsets": Entry("level sets of observers, trial by trial, against AEPsych", "seeds"),
     "preferences": Entry("a utility from comparisons, against PairwiseGP; duel loops", "seeds"),
+    "outputs": Entry("correlated outputs, noise that varies, labels beside values", "seeds"),
     "hotspots": Entry("which village to survey next: scores by step, against rivals", "seeds"),
 }

@@ -7,10 +7,14 @@ held-out duels. One more comparison costs an `update` of ours (which learns hype
 then: the mean counts), and of `PairwiseGP` either a refit or, with hyperparameters as they are, a
 new posterior of all data. Duel loops ask for the pair of largest expected utility of the best
 option (EUBO), and their regret is that of the item of largest posterior mean.
+
+On small sets, both approximations are compared with long MCMC at the same hyperparameters, those of
+ours. Times are processor seconds of one thread, which other work on the machine disturbs little.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from functools import partial
@@ -26,6 +30,7 @@ from botorch.models.pairwise_gp import PairwiseLaplaceMarginalLogLikelihood
 from botorch.optim import optimize_acqf
 from torch import Tensor
 
+from benchmarks.baselines.elliptical_slice import elliptical_slice
 from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from seqgp import DualELBO, PreferenceGP
@@ -36,6 +41,8 @@ NOISE, FIRST, BATCH = 0.3, 50, 50
 TEST, MORE = 500, 20
 #: `PairwiseGP` has a Laplace approximation at all items: it is left out beyond so many comparisons.
 LARGEST_PAIRWISE = 500
+#: Chains, samples of each that are kept, and samples before that are not.
+CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
 
 
@@ -59,6 +66,12 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         for d in dims[:2]
         for way in WAYS
     ]
+    work += [
+        Unit(f"mcmc/n={n}/d={d}/seed{seed}", partial(against_mcmc, n, d, seed))
+        for n in sizes[:1]
+        for seed in range(seeds)
+        for d in dims
+    ]
     settings = {
         "quick": options.quick,
         "dtype": "float64",
@@ -67,6 +80,8 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         "batch": BATCH,
         "test": TEST,
         "duels": duels,
+        "clock": "processor",
+        "chains": [CHAINS, SAMPLES, BURN_IN],
     }
     return settings, work
 
@@ -102,12 +117,18 @@ def fitted(way: str, X: Tensor, Y: Tensor) -> Any:
     return peer.eval()
 
 
+def held_out(d: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Items and ``2 x n`` comparisons that no model learns: winners, losers."""
+    X, Y = duels_of(TEST, d, 1000 + seed)
+    return X, Y.mT
+
+
 @torch.no_grad()
 def score(model: Any, d: int, seed: int) -> dict[str, float]:
     """Log density of held-out duels, and correlation with the utility."""
-    X, Y = duels_of(TEST, d, 1000 + seed)
+    X, (won, lost) = held_out(d, seed)
     f = model.posterior(X).distribution
-    S, (won, lost) = f.covariance_matrix, Y.mT
+    S = f.covariance_matrix
     variance = S[won, won] + S[lost, lost] - 2 * S[won, lost]
     density = torch.special.log_ndtr((f.mean[won] - f.mean[lost]) / (2 + variance).sqrt())
     both = torch.stack([f.mean, utility(X)])
@@ -115,10 +136,10 @@ def score(model: Any, d: int, seed: int) -> dict[str, float]:
 
 
 def seconds(function: Any) -> float:
-    """How long a call takes."""
-    start = time.perf_counter()
+    """How many processor seconds a call takes."""
+    start = time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def acquisition(model: Any, d: int) -> Tensor:
@@ -133,13 +154,13 @@ def measure(way: str, n: int, d: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     X, Y = duels_of(n + MORE, d, seed)
     with known_warnings():
-        start = time.perf_counter()
+        start = time.process_time()
         first = min(n, FIRST) if way == "ours" else n
         model = fitted(way, X[: 2 * first], Y[:first])
         for i in range(first, n, BATCH):
             j = min(i + BATCH, n)
             model.update(X[2 * i : 2 * j], Y[i:j] - 2 * i)
-        result: dict[str, Any] = {"fit": time.perf_counter() - start, **score(model, d, seed)}
+        result: dict[str, Any] = {"fit": time.process_time() - start, **score(model, d, seed)}
         result["acquisition"] = seconds(lambda: acquisition(model, d))
         if way == "ours":
             more = [
@@ -156,6 +177,40 @@ def measure(way: str, n: int, d: int, seed: int) -> dict[str, Any]:
     return result
 
 
+def against_mcmc(n: int, d: int, seed: int) -> dict[str, Any]:
+    """Log density of held-out duels at the same hyperparameters: ours, Laplace, long MCMC."""
+    torch.manual_seed(seed)
+    (X, Y), (test, (won, lost)) = duels_of(n, d, seed), held_out(d, seed)
+    with known_warnings():
+        ours = fitted("ours", X, Y)
+        laplace = PairwiseGP(X, Y, covar_module=ours.covar_module).eval()
+        result = {"ours": score(ours, d, seed), "laplace": score(laplace, d, seed)}
+    with torch.no_grad():
+        K = ours.covar_module(torch.cat([X, test])).to_dense()
+        N = len(X)
+        L = torch.linalg.cholesky(K[:N, :N] + 1e-6 * torch.eye(N, dtype=K.dtype))
+        A = torch.linalg.solve_triangular(L, K[:N, N:], upper=False)
+        start = torch.linalg.solve_triangular(L, ours.posterior(X).mean, upper=False)
+
+        def log_likelihood(z: Tensor) -> Tensor:
+            f = z @ L.mT
+            difference = f[..., Y[:, 0]] - f[..., Y[:, 1]]
+            return torch.special.log_ndtr(difference * math.sqrt(0.5)).sum(-1)
+
+        generator = torch.Generator().manual_seed(seed)
+        start = start.squeeze(-1).expand(CHAINS, N)
+        z = elliptical_slice(log_likelihood, start, SAMPLES, BURN_IN, generator)
+        S = K[N:, N:] - A.mT @ A
+        variance = S[won, won] + S[lost, lost] - 2 * S[won, lost]
+        p = torch.special.ndtr(z @ (A[:, won] - A[:, lost]) / (2 + variance).sqrt()).mean(0)
+    each = p.log().mean(-1)  # a chain
+    return {
+        **{way: measured["density"] for way, measured in result.items()},
+        "mcmc": float(p.mean(0).log().mean()),
+        "error": float(each.std() / math.sqrt(CHAINS)),
+    }
+
+
 def loop(way: str, d: int, duels: int, seed: int) -> dict[str, Any]:
     """Regret half-way and at the end: the largest utility less that of the supposed best item."""
     torch.manual_seed(seed)
@@ -169,19 +224,19 @@ def loop(way: str, d: int, duels: int, seed: int) -> dict[str, Any]:
     regret, spent = [], 0.0
     with known_warnings():
         for i in range(duels):
-            start = time.perf_counter()
+            start = time.process_time()
             if way == "ours" or i < initial:
                 pair = optimizer.ask().squeeze(0)
             else:
                 pair = acquisition(fitted(way, X, Y), d).detach()
-            spent += time.perf_counter() - start
+            spent += time.process_time() - start
             seen = utility(pair)
             seen = seen + NOISE * torch.randn(2, dtype=torch.float64, generator=noise)
             X, Y = torch.cat([X, pair]), torch.cat([Y, answers(seen) + 2 * i])
-            start = time.perf_counter()
+            start = time.process_time()
             if way == "ours" or i < initial - 1:
                 optimizer.tell(pair.unsqueeze(0), [bool(seen[0] > seen[1])])
-            spent += time.perf_counter() - start
+            spent += time.process_time() - start
             if i + 1 in (duels // 2, duels):
                 model = optimizer.model if way == "ours" else fitted(way, X, Y)
                 mean = PosteriorMean(model)
@@ -211,7 +266,7 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, rows in groups.items():
-        if key.startswith("loop/"):
+        if key.startswith(("loop/", "mcmc/")):
             continue
         way, n, d = key.split("/")
         names = ("mean", "median") if way == "ours" else ("refit", "keep")
@@ -233,4 +288,16 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
             f"| {WAYS[way]} | {d[2:]} | {half:.4f} | {end:.4f} | {median(rows, 'loop'):.1f} "
             f"| {len(rows)} |"
         )
+    lines += [
+        "",
+        "| comparisons | d | log density of a duel by MCMC | its standard error | PreferenceGP "
+        "| Laplace at the same hyperparameters | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, rows in groups.items():
+        if key.startswith("mcmc/"):
+            _, n, d = key.split("/")
+            names = ("mcmc", "error", "ours", "laplace")
+            values = " | ".join(f"{median(rows, name):.4f}" for name in names)
+            lines.append(f"| {n[2:]} | {d[2:]} | {values} | {len(rows)} |")
     return "\n".join(lines)

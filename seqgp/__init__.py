@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         OverdispersedBinomialLikelihood as OverdispersedBinomialLikelihood,
     )
     from seqgp.likelihoods import PsychometricLikelihood as PsychometricLikelihood
+    from seqgp.likelihoods import RatingLikelihood as RatingLikelihood
     from seqgp.likelihoods import TieLikelihood as TieLikelihood
     from seqgp.merging import merge as merge
     from seqgp.models import PreferenceGP as PreferenceGP
@@ -64,6 +65,7 @@ __all__ = [
     "OverdispersedBinomialLikelihood",
     "PreferenceGP",
     "PsychometricLikelihood",
+    "RatingLikelihood",
     "SequentialGP",
     "SequentialMultiTaskGP",
     "TieLikelihood",
@@ -90,6 +92,7 @@ _OBJECTS = {
     "PsychometricLikelihood": "seqgp.likelihoods",
     "PreferenceGP": "seqgp.models",
     "SequentialMultiTaskGP": "seqgp.models",
+    "RatingLikelihood": "seqgp.likelihoods",
     "TieLikelihood": "seqgp.likelihoods",
     "SequentialGP": "seqgp.models",
     "fit_batches": "seqgp.out_of_core",

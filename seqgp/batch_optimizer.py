@@ -11,13 +11,13 @@ import torch
 from botorch.models.model import Model
 from botorch.models.transforms import Normalize
 from botorch.models.utils.gpytorch_modules import get_covar_module_with_dim_scaled_prior
-from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
 from torch import Tensor
 
 from seqgp.acquisition.batch_options import check_options
 from seqgp.acquisition.contexts import Context, check_context, in_context, matches_context
 from seqgp.acquisition.fantasies import Fantasy
-from seqgp.acquisition.fantasy_batch import fantasy_batch, valid_improvement
+from seqgp.acquisition.fantasy_batch import by_task, fantasy_batch, valid_improvement
 from seqgp.acquisition.separation import SEPARATION
 from seqgp.acquisition.validity import (
     NO_VALID_OBSERVATION,
@@ -29,6 +29,7 @@ from seqgp.acquisition.validity import (
 from seqgp.ask_tell import AskTell
 from seqgp.kernel_scales import sharp
 from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.models.correlated_validity import objective_and_validity
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.trust_region import (
@@ -76,6 +77,10 @@ class BatchOptimizer(AskTell):
         make_validity: Makes an unfitted validity model, from labels 1 (valid) and 0 or from numbers
             of valid trials. By default a `SequentialGP` with a `BernoulliLikelihood` or a
             `BinomialLikelihood`.
+        correlated: Whether objective and validity are correlated, once there are evaluations of
+            both kinds: one `SequentialMultiTaskGP` learns both, in which the latent function of
+            validity has a multiple of the objective as a part. By default they are independent,
+            which was as good where it was measured and is faster.
         fit_options: Options of L-BFGS for fitting hyperparameters.
         seed: Seed of all random numbers.
         trust_region: Whether to search in a trust region around the best point, for many inputs
@@ -101,8 +106,8 @@ class BatchOptimizer(AskTell):
         tensor(True)
     """
 
-    _version = 4
-    _fixed = ("bounds", "maximize", "num_trials", "learn_from_failures")
+    _version = 5
+    _fixed = ("bounds", "maximize", "num_trials", "learn_from_failures", "correlated")
 
     def __init__(
         self,
@@ -117,6 +122,7 @@ class BatchOptimizer(AskTell):
         refit_every: int = 1,
         make_objective: ModelFactory | None = None,
         make_validity: ModelFactory | None = None,
+        correlated: bool = False,
         fit_options: dict[str, Any] | None = None,
         seed: int = 0,
         trust_region: bool | TrustRegionOptions = False,
@@ -135,7 +141,12 @@ class BatchOptimizer(AskTell):
         check_options(bounds, 1, [fantasy], None, None, separation, optimizer, others, own)
         if trust_region and ("choices" in options or "discrete_choices" in options):
             raise ValueError("trust_region: expected a box, not a list of choices.")
-        self.maximize = maximize
+        if correlated and (make_objective is not None or make_validity is not None):
+            raise ValueError(
+                "correlated: objective and validity are one model then; leave out make_objective "
+                "and make_validity."
+            )
+        self.maximize, self.correlated = maximize, bool(correlated)
         self.fantasy, self.separation = fantasy, separation
         self.num_trials = int(num_trials)
         self.learn_from_failures, self.incumbent = learn_from_failures, incumbent
@@ -145,6 +156,7 @@ class BatchOptimizer(AskTell):
         self.num_valid = torch.empty(0, dtype=torch.long, device=bounds.device)
         self._objective = RefittedModel(self.make_objective)
         self._validity = RefittedModel(self.make_validity)
+        self._both = RefittedModel(self._make_both)
         region = TrustRegionOptions() if trust_region is True else trust_region or None
         self.trust_region_options = region
         self.trust_region = None if region is None else TrustRegion(region.length)
@@ -193,10 +205,7 @@ class BatchOptimizer(AskTell):
         pending = self._all_pending(X_pending)
         if len(self.X) - self._start < max(self.num_initial, 1):
             return self._initial_points(torch.cat([self.X, pending]), q, options)
-        objective, validity = self.objective_model, self.validity_model
-        if objective is not None and not self.num_valid.any():
-            validity = None  # a single class: there is nothing to learn about validity
-        models = [model for model in (objective, validity) if model is not None]
+        models, together = self._models()
         best_f = self.best_f
         if best_f is not None and context:
             best_f = self.incumbent_in(context)[1]
@@ -204,8 +213,9 @@ class BatchOptimizer(AskTell):
             warnings.warn(NO_VALID_OBSERVATION, NoValidObservationWarning, stacklevel=stacklevel)
         with self._seeded() as seed, warnings.catch_warnings():
             warnings.simplefilter("ignore", NoValidObservationWarning)  # warned above
+            acquisition = valid_improvement(best_f, self.maximize)
             return fantasy_batch(
-                valid_improvement(best_f, self.maximize),
+                by_task(acquisition) if together else acquisition,
                 models,
                 self._search_bounds(context, options),
                 q,
@@ -242,7 +252,7 @@ class BatchOptimizer(AskTell):
         X, Y = torch.cat([self.X, X.detach()]), torch.cat([self.Y, Y])
         num_valid = torch.cat([self.num_valid, num_valid])
         # Learn first: if this fails, the state does not change.
-        objective, validity = self._learn(X, Y, num_valid)
+        models = self._learn(X, Y, num_valid)
         region = self._moved_trust_region(Y, self._is_valid(num_valid), num_new)
         self._become(
             X=X,
@@ -250,8 +260,7 @@ class BatchOptimizer(AskTell):
             num_valid=num_valid,
             pending=pending,
             trust_region=region,
-            _objective=objective,
-            _validity=validity,
+            **models,
         )
 
     def run(
@@ -348,12 +357,26 @@ class BatchOptimizer(AskTell):
     @property
     def objective_model(self) -> Model | None:
         """The model of the objective, ``None`` until there is an evaluation to learn from."""
-        return self._objective.model
+        return self._objective.model if self._both.model is None else self._task(0)
 
     @property
     def validity_model(self) -> Model | None:
         """The validity model, ``None`` until there is an evaluation."""
-        return self._validity.model
+        return self._validity.model if self._both.model is None else self._task(1)
+
+    def _task(self, index: int) -> Model:
+        """The model of both, as one of the objective (0) or of validity (1) alone."""
+        assert self._both.model is not None
+        return self._both.model.subset_output([index])
+
+    def _models(self) -> tuple[list[Model], bool]:
+        """The models to propose points with, and whether objective and validity are one of them."""
+        if self._both.model is not None:
+            return [self._both.model], True
+        objective, validity = self.objective_model, self.validity_model
+        if objective is not None and not self.num_valid.any():
+            validity = None  # a single class: there is nothing to learn about validity
+        return [model for model in (objective, validity) if model is not None], False
 
     def probability_of_validity(self, X: Tensor) -> Tensor:
         """The probability that evaluations are valid.
@@ -382,6 +405,7 @@ class BatchOptimizer(AskTell):
             "num_valid": self.num_valid.clone(),
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
+            "both": self._both.state_dict(),
             "trust_region": None if self.trust_region is None else self.trust_region.state_dict(),
         }
 
@@ -401,9 +425,11 @@ class BatchOptimizer(AskTell):
         Y = state["Y"].to(self.bounds)
         num_valid = state["num_valid"].to(self.bounds.device)
         objective, validity = RefittedModel(self.make_objective), RefittedModel(self.make_validity)
+        both = RefittedModel(self._make_both)
         teaches = self._teaches(Y, self._is_valid(num_valid))
         objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
         validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
+        both.load_state_dict(state["both"], X, self._outcomes_of_both(Y, num_valid, teaches))
         self._become(
             X=X,
             Y=Y,
@@ -412,6 +438,7 @@ class BatchOptimizer(AskTell):
             trust_region=None if region is None else TrustRegion(**region),
             _objective=objective,
             _validity=validity,
+            _both=both,
         )
 
     # ---------------------------------------------------------------- helpers
@@ -503,23 +530,28 @@ class BatchOptimizer(AskTell):
 
     # ---------------------------------------------------------------- models
 
-    def _learn(
-        self, X: Tensor, Y: Tensor, num_valid: Tensor
-    ) -> tuple[RefittedModel, RefittedModel]:
-        """Fit both models to the data, or condition them on what is new."""
-        objective, validity = self._objective, self._validity
+    def _learn(self, X: Tensor, Y: Tensor, num_valid: Tensor) -> dict[str, RefittedModel]:
+        """Fit the models to the data, or condition them on what is new."""
+        objective, validity, both = self._objective, self._validity, self._both
         teaches = self._teaches(Y, self._is_valid(num_valid))
+        # Hyperparameters of validity cannot be learnt from a single class.
+        has_both = bool((num_valid > 0).any() and (num_valid < self.num_trials).any())
+        if self.correlated and has_both and teaches.any():
+            outcomes = self._outcomes_of_both(Y, num_valid, teaches)
+            return {"_both": both.learn(X, outcomes, self.refit_every, self.fit_options)}
         if teaches.any():
             objective = objective.learn(
                 X[teaches], Y[teaches].unsqueeze(-1), self.refit_every, self.fit_options
             )
         if len(X):
-            # Hyperparameters cannot be learnt from a single class.
-            both = bool((num_valid > 0).any() and (num_valid < self.num_trials).any())
             validity = validity.learn(
-                X, num_valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=both
+                X, num_valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=has_both
             )
-        return objective, validity
+        return {"_objective": objective, "_validity": validity}
+
+    def _outcomes_of_both(self, Y: Tensor, num_valid: Tensor, teaches: Tensor) -> Tensor:
+        """``n x 2``: values, NaN where the model does not learn from them, and validity."""
+        return torch.stack([torch.where(teaches, Y, torch.nan), num_valid.to(Y)], -1)
 
     def _default_objective(self, X: Tensor, Y: Tensor) -> Model:
         return SequentialGP(
@@ -533,13 +565,27 @@ class BatchOptimizer(AskTell):
 
     def _default_validity(self, X: Tensor, labels: Tensor) -> Model:
         kernel = get_covar_module_with_dim_scaled_prior(X.shape[-1], use_rbf_kernel=False)
-        likelihood = (
-            BernoulliLikelihood() if self.num_trials == 1 else BinomialLikelihood(self.num_trials)
-        )
         return SequentialGP(
             X,
             labels,
-            likelihood=likelihood,
+            likelihood=self._validity_likelihood(),
             covar_module=sharp(kernel).to(X),
             input_transform=Normalize(X.shape[-1], bounds=self.bounds),
+        )
+
+    def _validity_likelihood(self) -> Likelihood:
+        return (
+            BernoulliLikelihood() if self.num_trials == 1 else BinomialLikelihood(self.num_trials)
+        )
+
+    def _make_both(self, X: Tensor, Y: Tensor) -> Model:
+        """One model of both, with the kernels of the default models."""
+        d = X.shape[-1]
+        return objective_and_validity(
+            X,
+            Y,
+            get_covar_module_with_dim_scaled_prior(d),
+            sharp(get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)),
+            self._validity_likelihood(),
+            input_transform=Normalize(d + 1, indices=[*range(d)], bounds=self.bounds),
         )

@@ -62,6 +62,9 @@ class Ranks:
                 )
             self._group = weakref.ref(process_group)
             self.rank, self.size = dist.get_rank(process_group), process_group.size()
+            config = dist.get_backend_config(process_group)
+            #: How tensors of each type of device are exchanged.
+            self.backends = dict(pair.split(":") for pair in config.split(","))
         #: Bytes that this rank has contributed to exchanges so far.
         self.bytes_sent = 0
 
@@ -113,7 +116,10 @@ class Ranks:
             return
         with _exchange(self):
             self._header(_AGREE, 0, 0)
-            change()
+            try:
+                change()
+            except BaseException as error:  # the same on all ranks, as they know the same
+                raise _marked(error) from None
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Sums over the ranks of tensors of the same shapes, the same bits on all of them."""
@@ -126,7 +132,9 @@ class Ranks:
                 flat = self._all_gather(flat).sum(0)
             else:
                 self.bytes_sent += flat.numel() * flat.element_size()
-                dist.all_reduce(flat, group=self.group)
+                carried = self._carried(flat)
+                dist.all_reduce(carried, group=self.group)
+                flat = carried.to(flat.device)
         parts = flat.split([tensor.numel() for tensor in tensors])
         return tuple(p.reshape(t.shape).to(t) for p, t in zip(parts, tensors, strict=True))
 
@@ -195,6 +203,23 @@ class Ranks:
             except BaseException as shared:
                 raise shared from error
 
+    @contextmanager
+    def all_or_none(self, restore: Callable[[], None]) -> Iterator[None]:
+        """As `together`, and what is changed within is restored unless all ranks have done it.
+
+        Args:
+            restore: Takes the changes of this rank back. It is not called if there is no group.
+        """
+        done: list[bool] = []
+        try:
+            with self.together():
+                yield
+                self.commit(lambda: done.append(True))
+        except BaseException:
+            if not self.alone and not done:
+                restore()
+            raise
+
     def _header(
         self, kind: int, number: int, key: int, error: BaseException | None = None
     ) -> list[int]:
@@ -222,17 +247,25 @@ class Ranks:
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
         """``size x ...``, the tensors of all ranks, which have the same shape."""
-        tensor = tensor.contiguous()
-        self.bytes_sent += tensor.numel() * tensor.element_size()
-        result = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(result, tensor, group=self.group)
-        return torch.stack(result)
+        carried = self._carried(tensor.contiguous())
+        self.bytes_sent += carried.numel() * carried.element_size()
+        result = [torch.empty_like(carried) for _ in range(self.size)]
+        dist.all_gather(result, carried, group=self.group)
+        return torch.stack(result).to(tensor.device)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """The tensor where the group can exchange it; gloo gathers nothing on GPUs."""
+        kind = tensor.device.type
+        direct = kind == "cpu" or self.backends.get(kind) != "gloo"
+        return tensor if direct and kind in self.backends else tensor.to(self._device)
 
     @property
     def _device(self) -> torch.device:
-        """Where the group exchanges small tensors."""
-        on_gpu = dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        """Where the group exchanges headers: on the host, if it can."""
+        if "cpu" in self.backends:
+            return torch.device("cpu")
+        kind = next(iter(self.backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 #: This process, alone.

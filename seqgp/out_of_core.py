@@ -62,9 +62,10 @@ def from_batches(
             arguments of the likelihood (and ``noise``, variances of the shape of ``Y``): a
             `torch.utils.data.DataLoader`, a list, or any other object that can be iterated over
             again with the same observations, in any order.
-        num_candidates: How many observations to draw: among them inducing points are chosen, and
-            by them input transforms are fitted. Those with the smallest and the largest value of
-            each input are always among them, so that `Normalize` knows the bounds of all.
+        num_candidates: How many observations to draw, from those of all processes: among them
+            inducing points are chosen, and by them input transforms are fitted. Those with the
+            smallest and the largest value of each input are always among them, so that `Normalize`
+            knows the bounds of all.
         tol: Relative tolerance of the posterior for likelihoods that are not Gaussian.
         max_steps: The largest number of passes. By default 100, with a warning.
         progress: Whether to show a progress bar (only on a terminal).
@@ -85,13 +86,14 @@ def from_batches(
         >>> bool((model.posterior(X).mean - torch.sin(6 * X)).abs().max() < 0.2)
         True
     """
-    with Ranks(options.get("process_group")).together():
+    ranks = Ranks(options.get("process_group"))
+    with ranks.together():
         check_count(num_candidates, "num_candidates", optional=False)
         check_flag(progress, "progress")
         for name in ("train_X", "train_Y", "train_Yvar", "likelihood_arguments", "coefficients"):
             if name in options:
                 raise TypeError(f"{name}: observations, and what belongs to each, come in batches.")
-        seen = _look(_Bar(batches, "look", progress), num_candidates)
+        seen = _look(_Bar(batches, "look", progress), num_candidates, ranks)
         drawn = dict(seen.arguments)
         model = SequentialGP(
             seen.X, seen.Y, drawn.pop("noise", None), likelihood_arguments=drawn, **options
@@ -105,7 +107,7 @@ def fit_batches(
     model: SequentialGP,
     batches: Iterable[Item],
     *,
-    epochs: int = 10,
+    epochs: int | None = None,
     learning_rate: float = 0.03,
     rho: float = 0.5,
     tol: float = 1e-8,
@@ -124,7 +126,8 @@ def fit_batches(
         batches: As for `from_batches`; best in a random order, as ``DataLoader(..., shuffle=True)``
             has it. If the model has a ``process_group``, each process has batches of its own, and
             one of each process makes a step.
-        epochs: Passes over the data; the learning rate falls to zero.
+        epochs: Passes over the data, after which the learning rate is zero. By default, passes are
+            made until the bound of all data no longer grows.
         learning_rate: Of Adam.
         rho: Step size of the natural gradient.
         tol: As for `from_batches`.
@@ -148,7 +151,7 @@ def fit_batches(
     model.check_not_fantasy()
     ranks = model.variational_strategy.ranks
     with ranks.together(), model.guard.writing:
-        check_count(epochs, "epochs", optional=False)
+        check_count(epochs, "epochs")
         check_number(learning_rate, "learning_rate")
         check_step_size(rho)
         check_flag(progress, "progress")
@@ -157,7 +160,7 @@ def fit_batches(
                 f"model: expected one that from_batches has made, which holds no observations; "
                 f"this one holds {model.num_data}. Use fit_gpytorch_mll."
             )
-        seen = _look(_Bar(batches, "look", progress), 10_000)
+        seen = _look(_Bar(batches, "look", progress), 10_000, ranks)
         draft = draft_of(model, learn=True)
         source = _minibatches(draft, batches, seen)
         _forget_all(draft)
@@ -260,8 +263,8 @@ class _Seen(NamedTuple):
 _MOST_CLASSES = 10_000
 
 
-def _look(batches: Iterable[Item], size: int) -> _Seen:
-    """One pass: the number of observations, their scale, and a sample of them."""
+def _look(batches: Iterable[Item], size: int, ranks: Ranks) -> _Seen:
+    """One pass: the number of observations, their scale, and this rank's part of a sample."""
     generator = torch.Generator().manual_seed(0)
     rows: dict[str, Tensor] = {}
     number, num_batches = 0, 0
@@ -276,8 +279,8 @@ def _look(batches: Iterable[Item], size: int) -> _Seen:
         zero, one = values.new_zeros(values.shape[-1]), values.new_ones(values.shape[-1])
         known = [pooled([*known, moments(values.mT, zero, one)])]
         if len(classes) <= _MOST_CLASSES and Y.shape[-1] == 1 and n:
-            different = Y[Y.isfinite()].unique().tolist()
-            classes |= {int(value) for value in different if value == int(value)}
+            whole = values[values.isfinite() & (values.round() == values)]
+            classes |= {int(value) for value in whole.unique().tolist()}
         key = torch.rand(n, generator=generator, dtype=torch.double).to(X.device)
         place = torch.arange(number, number + n, device=X.device)
         new = {"X": X, "Y": Y, "key": key, "place": place}
@@ -290,6 +293,10 @@ def _look(batches: Iterable[Item], size: int) -> _Seen:
             "batches: expected at least one batch, got none; a process without data has one of "
             "shapes 0 x d and 0 x m."
         )
+    total = ranks.total(number)
+    if total > size:  # each rank draws in proportion to what it has
+        chosen = _drawn(rows, -(-size * number // total))
+        rows = {k: v[chosen] for k, v in rows.items()}
     drawn = {k.split()[1]: v for k, v in rows.items() if " " in k}
     return _Seen(rows["X"], rows["Y"], drawn, number, num_batches, known[0], classes)
 

@@ -335,7 +335,7 @@ def _arguments_of(
     anything = False
     for method, skipped in leading.items():
         function = inspect.unwrap(getattr(kind, method))
-        root = function.__module__.partition(".")[0]
+        root = (function.__module__ or "").partition(".")[0]
         parameters = list(inspect.signature(function).parameters.values())[1 + skipped :]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         known |= {p.name for p in named}

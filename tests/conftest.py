@@ -52,16 +52,17 @@ TOGETHER = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Every test by itself, but for those that share a fixture.
+    """The cases of each test go to one worker, and so do tests that share a fixture.
 
-    pytest-xdist's own groups rest on an attribute that tests no longer have since pytest 9.
+    What has most cases comes first, so that all workers end at about the same time. pytest-xdist's
+    own groups rest on an attribute that tests no longer have since pytest 9.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file in TOGETHER else nodeid
+            return file if file in TOGETHER else nodeid.partition("[")[0]
 
     return Scheduling(config, log)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import seqgp
 from seqgp import DualELBO, PreferenceGP, SequentialGP, SequentialMultiTaskGP
+from seqgp.distributed import Ranks
 from tests.distributed_checks import (
     check,
     close,
@@ -28,6 +29,9 @@ from tests.distributed_checks import (
     same_models,
     shards,
 )
+from tests.pretend_cuda import DEVICE, PretendCUDA
+
+CPU = torch.device("cpu")
 
 
 def without(n: int, group: dist.ProcessGroup, empty: int) -> slice:
@@ -64,7 +68,7 @@ def empty_shards(group: dist.ProcessGroup) -> None:
             model.update(X[24:][later], Y[24:][later], steps=1, learn=True, memory=10)
             model.refresh()
             models.append(model)
-        same_models(models[1], models[0], 1e-6)
+        same_models(models[1], models[0])
         part = without(24, group, empty)
         given: dict[str, Any] = {"inducing_points": X[:6], "tol": 1e-10}
         one = seqgp.from_batches([(X[:24], Y[:24])], **given, **options("bernoulli"))
@@ -161,7 +165,7 @@ def discrete(group: dist.ProcessGroup) -> None:
             )
             model.update(X[30:][later], Y[30:][later], learn=True, steps=2, inducing="both")
             models.append(model)
-        same_models(models[1], models[0], 1e-6)
+        same_models(models[1], models[0])
         Z = models[1].variational_strategy.inducing_points[:, 1]
         assert {*Z.tolist()} <= {0.0, 1.0, 2.0, 3.0}
 
@@ -214,8 +218,8 @@ def same_tasks(model: SequentialMultiTaskGP, alone: SequentialMultiTaskGP) -> No
     """Raise unless both are the same."""
     test = torch.rand(5, 2, dtype=torch.double, generator=torch.manual_seed(1))
     ours, theirs = model.posterior(test), alone.posterior(test)
-    close(ours.mean, theirs.mean, 1e-6, 1e-6)
-    close(ours.variance, theirs.variance, 1e-6, 1e-6)
+    close(ours.mean, theirs.mean)
+    close(ours.variance, theirs.variance)
     assert (model.num_seen, model.num_data) == (alone.num_seen, alone.num_data)
     same_bits(model)
 
@@ -241,15 +245,15 @@ def preferences(group: dist.ProcessGroup) -> None:
         )
         model.update(items, pairs[16:][later], learn=True, steps=2, memory=14)
         alone.update(items, pairs[16:], learn=True, steps=2, memory=14)
-        close(model.posterior(test).mean, alone.posterior(test).mean, 1e-6, 1e-6)
-        close(model.posterior(test).variance, alone.posterior(test).variance, 1e-6, 1e-6)
+        close(model.posterior(test).mean, alone.posterior(test).mean)
+        close(model.posterior(test).variance, alone.posterior(test).variance)
         assert (model.num_seen, model.num_data) == (24, 14)
         same_bits(model)
     bad = pairs[:1] + 100 * (dist.get_rank(group) == 1)
     fails(model, lambda: model.update(items, bad), ValueError, "Rank 1: Y")
     model.set_train_data(items, pairs[later])
     alone.set_train_data(items, pairs[:8])
-    close(model.posterior(test).mean, alone.posterior(test).mean, 1e-6, 1e-6)
+    close(model.posterior(test).mean, alone.posterior(test).mean)
 
 
 @check
@@ -288,3 +292,47 @@ def merged(group: dist.ProcessGroup) -> None:
         seqgp.merge([model, other])
     ours, theirs = seqgp.merge([model.gathered(), other]), seqgp.merge([alone, other])
     close(ours.posterior(X).mean, theirs.posterior(X).mean)
+
+
+@check
+def devices(group: dist.ProcessGroup) -> None:
+    """Models on a GPU: of a group that has to take tensors to the host, and of one like NCCL's."""
+    X, Y = data("bernoulli", 40)
+    part, later = own(20, group), own(20, group)
+    given: dict[str, Any] = {"inducing_points": 8, "process_group": group}
+
+    def learnt(device: torch.device) -> tuple[Tensor, Tensor]:
+        x, y = X.to(device), Y.to(device)
+        model = SequentialGP(x[:20][part], y[:20][part], likelihood=BernoulliLikelihood(), **given)
+        model.update(x[20:][later], y[20:][later], learn=True, steps=2, memory=15)
+        fit_gpytorch_mll(DualELBO(model.likelihood, model), batch_size=8, epochs=1)
+        model.forget(x[20:22][own(2, group)], y[20:22][own(2, group)])
+        if device != CPU:
+            assert {p.device for p in model.parameters()} == {device}
+            assert model.stream.shard is not None
+            assert model.stream.shard.position.device == device
+        posterior = model.posterior(x[:5])
+        return posterior.mean.detach().cpu(), posterior.variance.detach().cpu()
+
+    there = {}
+    with PretendCUDA():
+        there["host"] = learnt(DEVICE)
+    gather, reduce = dist.all_gather, dist.all_reduce
+
+    def strict_gather(result: list[Tensor], tensor: Tensor, **more: Any) -> None:
+        assert {t.device for t in (*result, tensor)} == {DEVICE}
+        gather(result, tensor, **more)
+
+    def strict_reduce(tensor: Tensor, **more: Any) -> None:
+        assert tensor.device == DEVICE
+        reduce(tensor, **more)
+
+    with pytest.MonkeyPatch.context() as patch, PretendCUDA():
+        patch.setattr(dist, "get_backend_config", lambda _: f"{DEVICE.type}:nccl")
+        patch.setattr(dist, "all_gather", strict_gather)
+        patch.setattr(dist, "all_reduce", strict_reduce)
+        patch.setattr(Ranks, "_device", DEVICE)
+        there["device"] = learnt(DEVICE)
+    for name, pair_of in there.items():
+        for ours, theirs in zip(pair_of, learnt(CPU), strict=True):
+            assert torch.equal(ours, theirs), name

@@ -15,7 +15,7 @@ from botorch.models.transforms import Standardize
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.acquisition import NoValidObservationWarning, log_validity
+from seqgp.acquisition import NoValidObservationWarning, fantasy_outcome, log_validity
 from seqgp.batch_optimizer import BatchOptimizer
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.quadrature import base_samples
@@ -564,3 +564,69 @@ def test_pending_points_are_remembered_if_asked() -> None:
     assert torch.equal(X, optimizer(0).ask(6))
     loop.forget_pending()
     assert torch.equal(loop.ask(6), X)
+
+
+def test_correlated_models_with_a_weight_of_zero_are_the_independent_ones() -> None:
+    """At equal hyperparameters: what is learnt is the weight."""
+    X = make_inputs(14, 2)
+    Y, valid = evaluate(X)
+    plain, loop = BatchOptimizer(unit()), BatchOptimizer(unit(), correlated=True)
+    both = loop._make_both(X, torch.stack([torch.where(valid, Y, torch.nan), valid.to(X)], -1))
+    objective = plain.make_objective(X[valid], Y[valid].unsqueeze(-1))
+    validity = plain.make_validity(X, valid.to(X).unsqueeze(-1))
+    T = make_inputs(6, 2).flip(0) + 0.01
+    for index, model in enumerate((objective, validity)):
+        expected, actual = model.posterior(T), both.subset_output([index]).posterior(T)
+        assert_close(actual.mean, expected.mean, 1e-6)
+        assert_close(actual.variance, expected.variance, 1e-6)
+
+
+def test_correlated_models_learn_from_each_other() -> None:
+    loop = optimizer(0, correlated=True, num_initial=3)
+    X = make_inputs(12, 2)
+    Y, valid = evaluate(X)
+    loop.tell(X[valid][:3], Y[valid][:3], valid[valid][:3])
+    assert loop._both.model is None  # labels of one kind: nothing to be correlated with
+    assert loop.ask().shape == (1, 2)
+    loop.tell(X, Y, valid)
+    model = loop._both.model
+    assert model is not None
+    assert model.num_data == 15 + int(loop.valid.sum())
+    assert loop.objective_model.num_outputs == loop.validity_model.num_outputs == 1
+    probability = loop.probability_of_validity(loop.X)
+    assert ((probability > 0.5) == loop.valid).double().mean() > 0.8
+    assert_close(loop.best_f, loop.Y[loop.valid].max())
+    batch = loop.ask(2)
+    assert batch.shape == (2, 2)
+    # What is imagined at the first point of a batch informs both tasks.
+    imagined = fantasy_outcome(model, batch[:1])
+    known = model.condition_on_observations(batch[:1], imagined)
+    assert (known.posterior(batch[:1]).variance < model.posterior(batch[:1]).variance).all()
+
+
+@pytest.mark.parametrize("refit_every", [1, 20])
+def test_correlated_models_go_on_from_their_state(refit_every: int) -> None:
+    options: dict[str, Any] = {"correlated": True, "refit_every": refit_every}
+    loop, again = optimizer(10, **options), optimizer(0, **options)
+    X = loop.ask(2)
+    loop.tell(X, *evaluate(X))
+    state = loop.state_dict()
+    again.load_state_dict(state)
+    assert_close(again.ask(2), loop.ask(2), 1e-8)
+    with pytest.raises(ValueError, match="saved with correlated"):
+        optimizer(0).load_state_dict(state)
+
+
+def test_correlated_models_of_several_trials_in_a_trust_region() -> None:
+    loop = BatchOptimizer(
+        unit(), correlated=True, num_trials=5, learn_from_failures=True, trust_region=True, **FEW
+    )
+    X = make_inputs(10, 2)
+    loop.tell(X, *in_five_trials(X))
+    assert loop._both.model is not None
+    assert loop.ask(2, context={0: 0.3})[:, 0].tolist() == [0.3, 0.3]
+
+
+def test_correlated_models_are_not_the_users_own() -> None:
+    with pytest.raises(ValueError, match=r"correlated: .* leave out make_objective"):
+        BatchOptimizer(unit(), correlated=True, make_objective=SingleTaskGP)

@@ -934,6 +934,25 @@ def test_preferences(ties: bool) -> None:
     on_both(action)
 
 
+def test_rated_items() -> None:
+    def action(device: torch.device) -> Any:
+        items = points(device, 5)
+        pairs = torch.tensor([[0, 1], [2, 3]], device=device)
+        ratings = torch.tensor([1.0, math.nan, 2.0, math.nan, 3.0], device=device)
+        model = PreferenceGP(items, pairs, covar_module=make_kernel(), ratings=ratings)
+        model.update(items, pairs, ratings=ratings, steps=1)
+        conditioned = model.condition_on_observations(items, pairs[:1], ratings=ratings)
+        return (
+            model.predicted_ratings(items).mean,
+            model.answers(items[:2]).mean,
+            model.comparisons,
+            *model.ratings,
+            conditioned.posterior(items).mean,
+        )
+
+    on_both(action)
+
+
 def test_duel_optimizer() -> None:
     def action(device: torch.device) -> Any:
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)

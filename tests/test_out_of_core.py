@@ -16,7 +16,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import seqgp
 from seqgp import DualELBO, SequentialGP
 from seqgp.likelihoods.traits import precision_floor
-from tests.helpers import CASES, assert_close, latent, make_inputs, problem, state_of, unscaled
+from tests.helpers import (
+    CASES,
+    assert_close,
+    latent,
+    make_inputs,
+    problem,
+    state_of,
+    terminal,
+    unscaled,
+)
 
 pytestmark = [unscaled, pytest.mark.usefixtures("float64")]
 
@@ -105,6 +114,40 @@ def test_fits_as_in_memory() -> None:
         assert_close(model.hyperparameter_values()[name], value, 1e-8)
     same(model, held, X)
     assert data.passes == 1 + 1 + 4 + 1
+
+
+def test_fits_until_the_bound_no_longer_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqgp.models.fit._Halving.patience", 1)  # fewer passes, to be fast
+    monkeypatch.setattr("seqgp.models.fit._Halving.most", 1)
+    X = make_inputs(20, 1)
+    Y = latent(X).unsqueeze(-1) + 0.1 * make_inputs(20, 1)
+
+    def options() -> dict[str, Any]:
+        return {"inducing_points": 4, "covar_module": MaternKernel(1.5)}
+
+    held = SequentialGP(X, Y, **options())
+    fit_gpytorch_mll(DualELBO(held.likelihood, held), batch_size=10)
+    model = seqgp.from_batches(batches(X, Y, 10), **options())
+    data = Shuffled(X, Y, 10)
+    data.passes = 1
+    seqgp.fit_batches(model, data)
+    assert 5 < data.passes < 500
+    for name, value in held.hyperparameter_values().items():
+        assert_close(model.hyperparameter_values()[name], value, 1e-8)
+    same(model, held, X)
+
+
+def test_progress() -> None:
+    X = make_inputs(30, 1)
+    data = DataLoader(TensorDataset(X, latent(X).unsqueeze(-1)), batch_size=10)
+    with terminal() as stream:
+        model = seqgp.from_batches(data, inducing_points=5, progress=True)
+        seqgp.fit_batches(model, data, epochs=2, progress=True)
+    for part in ("look", "learn", "3/3", "6/6", "fit"):  # batches, and 2 epochs of 3 minibatches
+        assert part in stream.getvalue()
+    with terminal() as stream:
+        seqgp.fit_batches(model, data, epochs=1)
+    assert not stream.getvalue()
 
 
 def test_mistakes_leave_the_model_as_it_was() -> None:

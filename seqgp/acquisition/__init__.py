@@ -10,7 +10,12 @@
 """
 
 from seqgp.acquisition.fantasies import Fantasies, fantasy_outcome
-from seqgp.acquisition.fantasy_batch import FantasyBatch, fantasy_batch, valid_improvement
+from seqgp.acquisition.fantasy_batch import (
+    FantasyBatch,
+    by_task,
+    fantasy_batch,
+    valid_improvement,
+)
 from seqgp.acquisition.information_about_best import InformationAboutBest
 from seqgp.acquisition.integrated_variance import qNegIntegratedPosteriorVariance
 from seqgp.acquisition.pool_selection import Selection, select_from_pool
@@ -33,6 +38,7 @@ __all__ = [
     "NoValidObservationWarning",
     "Selection",
     "best_valid",
+    "by_task",
     "exceedance",
     "expected_reduction",
     "fantasy_batch",

@@ -14,6 +14,7 @@ from botorch.models.model import Model, ModelList
 from botorch.sampling.normal import IIDNormalSampler
 from torch import Tensor
 
+from seqgp.models.multi_task_gp import SequentialMultiTaskGP
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import SequentialGP
 
@@ -68,7 +69,8 @@ def fantasy_outcome(
             `SequentialGP`.
 
     Returns:
-        ``k x m`` outcomes, or ``None`` if the model is not to be conditioned on the points.
+        ``k x m`` outcomes, or ``None`` if the model is not to be conditioned on the points. Those
+        of a `SequentialMultiTaskGP` are NaN where it is not to be conditioned on some tasks.
 
     Example:
         >>> import torch
@@ -91,6 +93,12 @@ def fantasy_outcome(
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu"))
         return IIDNormalSampler(torch.Size([1]), seed=seed)(posterior).squeeze(0)
+    if isinstance(model, SequentialMultiTaskGP) and model.num_outputs > 1:
+        tasks = [model.subset_output([i]) for i in range(model.num_outputs)]
+        columns = [fantasy_outcome(task, X, fantasy) for task in tasks]
+        nan = X.new_full((len(X), 1), torch.nan)
+        known = any(column is not None for column in columns)
+        return torch.cat([nan if Y is None else Y for Y in columns], -1) if known else None
     observations = _noisy(model, X, arguments)
     if isinstance(observations, ObservationPosterior):
         if fantasy == "believer":
@@ -177,6 +185,8 @@ def _observed(model: Any) -> Tensor:
                 "constant for all of them; pass them one by one."
             )
         return torch.cat(columns, -1)
+    if isinstance(model, SequentialMultiTaskGP):
+        return model.observed_of(model.output_tasks[0])
     targets = model.train_targets
     Y = targets.unsqueeze(-1) if model.num_outputs == 1 else targets.mT
     transform = getattr(model, "outcome_transform", None)

@@ -214,3 +214,39 @@ def valid_improvement(
         )
 
     return acquisition
+
+
+def by_task(acquisition: Factory) -> Factory:
+    """An acquisition function of several models, for one `SequentialMultiTaskGP` in their place.
+
+    Fantasies of all tasks are told to the one model, so that each of them informs all tasks. It is
+    then passed on as a model of each output task, together with the fantasies of that task.
+
+    Args:
+        acquisition: Makes an acquisition function from a model for each task.
+
+    Example:
+        >>> import torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+        >>> from seqgp import SequentialMultiTaskGP
+        >>> from seqgp.acquisition import best_valid, by_task, fantasy_batch, valid_improvement
+        >>> X = torch.linspace(0, 1, 10, dtype=torch.double).unsqueeze(-1)
+        >>> valid = X < 0.8
+        >>> Y = torch.where(valid, torch.sin(5 * X), torch.nan)
+        >>> each = [GaussianLikelihood(), BernoulliLikelihood()]
+        >>> both = SequentialMultiTaskGP(X, torch.cat([Y, valid], -1), None, likelihood=each)
+        >>> bounds = torch.tensor([[0.0], [1.0]], dtype=torch.double)
+        >>> acquisition = by_task(valid_improvement(best_valid(Y, valid)))
+        >>> fantasy_batch(acquisition, [both], bounds, q=2, raw_samples=32).X.shape
+        torch.Size([2, 1])
+    """
+
+    def of_each(models: list[Model], fantasies: Fantasies) -> AcquisitionFunction:
+        (model,), (Y,) = models, fantasies.Y
+        m = model.num_outputs
+        columns = (None,) * m if Y is None else Y.split(1, -1)
+        return acquisition(
+            [model.subset_output([i]) for i in range(m)], Fantasies(fantasies.X, tuple(columns))
+        )
+
+    return of_each

@@ -91,7 +91,7 @@ class InformationAboutBest(AcquisitionFunction):
         posterior: Any = self.model.posterior(points)
         f = posterior.distribution
         S, mean = f.covariance_matrix, f.mean[..., n:]
-        likelihood = self.model.likelihood
+        likelihood = self.model.comparison_likelihood
         c = difference_coefficients(likelihood, X.new_empty(1, 2, 1)).squeeze(0)
         # Of the difference h = c^T f(X): its covariance with the items in the basis of the samples.
         cross = solve_lower(self._root, (S[..., :n, n:] @ c).unsqueeze(-1)).squeeze(-1)

@@ -86,9 +86,9 @@ def marginals(model: SequentialGP, X: Tensor, locations: Tensor) -> Marginals:
         locations: ``s x d`` locations.
     """
     n = X.shape[-2]
-    inputs = model.transform_inputs(torch.cat([X, locations]))
+    inputs = model.eval().transform_inputs(torch.cat([X, locations]))
     with gpt_posterior_settings():
-        f = model.eval()(inputs)
+        f = model(inputs)
     covariance = f.lazy_covariance_matrix
     assert isinstance(covariance, PosteriorCovariance)
     variance = covariance.diagonal(dim1=-1, dim2=-2)

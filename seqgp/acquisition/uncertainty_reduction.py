@@ -377,9 +377,15 @@ def checked_criteria(
         name: The name of the locations, for errors.
     """
     if model.num_outputs != 1 or not has_one_latent(model.likelihood):
+        several = model.num_outputs != 1
         raise ValueError(
-            "model: expected one output and one latent function; select an output with "
-            "model.subset_output."
+            "model: expected one output and one latent function; "
+            + (
+                "select an output with model.subset_output."
+                if several
+                else f"a {type(model.likelihood).__name__} has several, for which there is "
+                "qNegIntegratedPosteriorVariance."
+            )
         )
     link = model_link(model)
     if locations is not None:

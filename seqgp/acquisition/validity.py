@@ -39,7 +39,7 @@ from botorch.exceptions.errors import UnsupportedError
 from botorch.models.model import Model, ModelList
 from botorch.utils.safe_math import logmeanexp, logsumexp
 from botorch.utils.transforms import is_ensemble
-from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
 
 # The only class that all Gaussian likelihoods of GPyTorch and BoTorch have in common.
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
@@ -117,7 +117,7 @@ def log_validity(models: Models, X: Tensor, threshold: float = THRESHOLD) -> Ten
 
     Example:
         >>> import torch
-        >>> from gpytorch.likelihoods import BernoulliLikelihood
+        >>> from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
         >>> from seqgp import SequentialGP
         >>> from seqgp.acquisition import log_validity
         >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
@@ -195,9 +195,20 @@ class Condition(NamedTuple):
     noise: float
 
 
+def likelihood_of(model: Model | torch.nn.Module) -> Likelihood | None:
+    """The likelihood of what a model's posterior is about, ``None`` if it is not known.
+
+    That of a `SequentialMultiTaskGP` of one output task is the likelihood of the task.
+
+    Args:
+        model: The model.
+    """
+    return getattr(model, "output_likelihood", getattr(model, "likelihood", None))
+
+
 def condition_of(model: Model | torch.nn.Module, threshold: float) -> Condition:
     """The condition on the latent function of a validity model."""
-    likelihood = getattr(model, "likelihood", None)
+    likelihood = likelihood_of(model)
     if likelihood is None or isinstance(likelihood, _GaussianLikelihoodBase):
         return Condition(threshold, 0.0)
     if isinstance(likelihood, BernoulliLikelihood):
@@ -229,7 +240,7 @@ def takes_for_valid(
     Returns:
         ``... x m`` booleans.
     """
-    likelihood = getattr(model, "likelihood", None)
+    likelihood = likelihood_of(model)
     if not isinstance(likelihood, BinomialLikelihood):
         return observed > threshold
     total = likelihood.total_count

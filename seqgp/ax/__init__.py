@@ -12,6 +12,7 @@ check_version(installed_version())
 
 from seqgp.ax import acquisition as _acquisition  # noqa: E402, F401 - registers itself with Ax
 from seqgp.ax.model import AxSequentialGP  # noqa: E402
+from seqgp.ax.preferences import preference_spec  # noqa: E402
 from seqgp.ax.strategy import generation_strategy, probability_of_validity  # noqa: E402
 from seqgp.ax.transforms import VALIDITY  # noqa: E402
 
@@ -19,5 +20,6 @@ __all__ = [
     "VALIDITY",
     "AxSequentialGP",
     "generation_strategy",
+    "preference_spec",
     "probability_of_validity",
 ]

@@ -64,7 +64,7 @@ class ValidAcquisition(Acquisition):
         botorch_acqf_class: type[AcquisitionFunction] | None,
         **kwargs: Any,
     ) -> None:
-        self.validity_model, self.failed = validity_of(surrogate)
+        self.validity_model, self.failed = self._validity_of(surrogate, torch_opt_config)
         pending = torch_opt_config.pending_observations
         if pending is not None and self.failed is not None:
             pending = [X[~_is_in(X, self.failed)] if X.numel() else X for X in pending]
@@ -76,6 +76,12 @@ class ValidAcquisition(Acquisition):
             botorch_acqf_class=botorch_acqf_class,
             **kwargs,
         )
+
+    def _validity_of(
+        self, surrogate: Surrogate, torch_opt_config: TorchOptConfig
+    ) -> tuple[Model | None, Tensor | None]:
+        """The validity model and the inputs of failed trials, ``None`` if no trial has failed."""
+        return validity_of(surrogate)
 
     def optimize(  # type: ignore[override]
         self,
@@ -177,7 +183,8 @@ class TimesValidity(AcquisitionFunction):
 
     Args:
         acqf: An acquisition function whose values are logarithms or nonnegative.
-        validity_model: A model with a Bernoulli likelihood.
+        validity_model: A model with a Bernoulli likelihood: an `AxSequentialGP`, or one whose
+            posterior is on the latent scale.
         failed: ``k x d`` inputs of failed trials.
         bounds: ``2 x d`` bounds of the inputs.
         clearance: :math:`\epsilon`, in units of the range of the bounds.
@@ -190,7 +197,7 @@ class TimesValidity(AcquisitionFunction):
     def __init__(
         self,
         acqf: AcquisitionFunction,
-        validity_model: AxSequentialGP,
+        validity_model: Model,
         failed: Tensor,
         bounds: Tensor,
         clearance: float = CLEARANCE,
@@ -242,7 +249,9 @@ class TimesValidity(AcquisitionFunction):
         difference = ((X - self.lower) / self.ranges).unsqueeze(-2) - self.failed
         square = difference.square().sum(-1).amin(-1) / (2 * self.clearance**2)
         hole = torch.log(-torch.expm1(-square.clamp_min(torch.finfo(X.dtype).tiny)))
-        return log_validity(_Latent(self.validity_model), X) + hole.clamp_min(_LEAST)
+        model = self.validity_model
+        latent = _Latent(model) if isinstance(model, AxSequentialGP) else model
+        return log_validity(latent, X) + hole.clamp_min(_LEAST)
 
 
 class _Latent(Model):

@@ -42,7 +42,7 @@ class Predictor:
     Example:
         >>> from seqgp import SequentialGP
         >>> X = torch.linspace(0, 1, 20, dtype=torch.double).unsqueeze(-1)
-        >>> model = SequentialGP(X, 2**0.5 * torch.sin(12.6 * X))
+        >>> model = SequentialGP(X, 2**0.5 * torch.sin(12.6 * X)).eval()
         >>> predict, x = Predictor(model), torch.rand(5, 2, 1, dtype=torch.double)
         >>> torch.allclose(predict(x).covariance_matrix, model(x).covariance_matrix)
         True

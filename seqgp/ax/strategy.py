@@ -26,6 +26,7 @@ from botorch.acquisition.acquisition import AcquisitionFunction
 
 from seqgp.ax.acquisition import ValidAcquisition, validity_of
 from seqgp.ax.adapters import SequentialAdapter, SequentialGenerators
+from seqgp.ax.correlated import CorrelatedAcquisition
 from seqgp.ax.internals import adapter_of, experiment_of
 from seqgp.ax.model import GROWTH, LIKELIHOODS, MAX_INDUCING, AxSequentialGP
 from seqgp.ax.transforms import (
@@ -55,6 +56,7 @@ def generation_strategy(
     torch_device: torch.device | str | None = None,
     botorch_acqf_class: type[AcquisitionFunction] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
+    correlated: bool = False,
 ) -> GenerationStrategy:
     """A generation strategy for Ax's ``client.set_generation_strategy``.
 
@@ -82,6 +84,9 @@ def generation_strategy(
             logarithms or nonnegative.
         optimizer_options: Options for optimising the acquisition function (``num_restarts``,
             ``raw_samples``, ``options``).
+        correlated: Whether the probability of validity also learns from the values of the
+            objective, if there is one and it is Gaussian. The two may be correlated then. That of
+            `probability_of_validity` does not.
 
     Example:
         >>> from ax.api.client import Client
@@ -139,7 +144,7 @@ def generation_strategy(
             },
             allow_batched_models=False,
         ),
-        "acquisition_class": ValidAcquisition,
+        "acquisition_class": CorrelatedAcquisition if correlated else ValidAcquisition,
         "torch_device": None if torch_device is None else torch.device(torch_device),
         "transforms": [
             *([LearnFailures] if statuses else []),

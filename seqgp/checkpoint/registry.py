@@ -28,7 +28,7 @@ from torch import Tensor
 
 from seqgp import likelihoods as sl
 from seqgp.checkpoint.storage import DTYPES, CheckpointError, is_plain
-from seqgp.models.tasks import TaskKernel, TaskMean, TaskStandardize
+from seqgp.models.tasks import LoadingKernel, TaskKernel, TaskMean, TaskStandardize
 from seqgp.streaming.memory import MemoryOptions
 
 #: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
@@ -411,6 +411,10 @@ register(
         "cutpoints": None,  # they are parameters
     },
 )
+register(
+    sl.RatingLikelihood,
+    {"scale": None, "level": None, "noise": None, "batch_shape": _shape_of("raw_noise")},
+)
 register(sl.TieLikelihood, {"width": None})  # it is a parameter
 
 
@@ -444,6 +448,16 @@ register(
         "rank": lambda m: m.raw_covar_factor.shape[-1],
         "task_prior": lambda m: getattr(m, "IndexKernelPrior", None),
         "var_constraint": "raw_var_constraint",
+        "active_dims": lambda m: m.active_dims.tolist(),
+    },
+)
+register(
+    LoadingKernel,
+    {
+        "task_values": _task_values,
+        "loadings": lambda m: m.initial.tolist(),
+        "fixed": lambda m: [int(t) for t in m.task_values[~m.is_learnt]],
+        "loading_prior": lambda m: getattr(m, "loading_prior", None),
         "active_dims": lambda m: m.active_dims.tolist(),
     },
 )

@@ -2,7 +2,7 @@
 
 * `discrete`: binomial, overdispersed binomial and ordinal likelihoods; `psychometric`: labels with
   guess and lapse rates; `continuous`: positive and censored numbers; `heteroscedastic`: noise that
-  varies with the inputs;
+  varies with the inputs; `ties` and `ratings`: comparisons and ratings of items;
 * `traits`: whether a likelihood is conjugate, log-concave, or of one latent function;
 * `expectations`: expected log probabilities and their derivatives; `softmax` has those of softmax
   likelihoods, `quadrature` the nodes and weights;
@@ -21,6 +21,7 @@ from seqgp.likelihoods.expectations import expectations, expected_log_prob
 from seqgp.likelihoods.heteroscedastic import HeteroscedasticGaussianLikelihood
 from seqgp.likelihoods.predictive import log_predictive
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
+from seqgp.likelihoods.ratings import RatingLikelihood
 from seqgp.likelihoods.ties import TieLikelihood
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",
     "PsychometricLikelihood",
+    "RatingLikelihood",
     "TaskLikelihood",
     "TieLikelihood",
     "expectations",

@@ -242,4 +242,4 @@ class CensoredGaussianLikelihood(OneDimensionalLikelihood):
         nodes = normal_nodes(mean, dim=max(mean.dim(), observations.dim()))
         f = mean + variance.sqrt() * nodes
         log_probs = self.forward(f, **kwargs).log_prob(observations)
-        return torch.tensordot(normal_weights(mean), log_probs, 1)
+        return torch.tensordot(normal_weights(log_probs), log_probs, 1)

@@ -24,6 +24,7 @@ from seqgp.likelihoods.expectations import conditional_log_prob
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.likelihoods.quadrature import latent_nodes
+from seqgp.likelihoods.ratings import RatingLikelihood
 from seqgp.likelihoods.traits import has_one_latent, observation_noise
 
 
@@ -62,6 +63,13 @@ def _gaussian(
 ) -> Tensor:
     total = variance + observation_noise(likelihood, mean.shape[-1], **kwargs)
     return -0.5 * ((targets - mean).square() / total + (2 * math.pi * total).log())
+
+
+@log_predictive.register(RatingLikelihood)
+def _rating(
+    likelihood: RatingLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    return likelihood.marginal_of(mean, variance).log_prob(targets)
 
 
 @log_predictive.register(BernoulliLikelihood)

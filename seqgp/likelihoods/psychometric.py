@@ -96,4 +96,4 @@ class PsychometricLikelihood(OneDimensionalLikelihood):
         mean, variance = function_dist.mean, function_dist.variance
         nodes = normal_nodes(mean, dim=max(mean.dim(), observations.dim()))
         log_probs = self.log_prob(observations, mean + variance.sqrt() * nodes)
-        return torch.tensordot(normal_weights(mean), log_probs, 1)
+        return torch.tensordot(normal_weights(log_probs), log_probs, 1)

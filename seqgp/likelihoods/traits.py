@@ -25,6 +25,7 @@ from torch import Tensor
 from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
+from seqgp.likelihoods.ratings import RatingLikelihood
 
 _LOG_CONCAVE = (
     BernoulliLikelihood,
@@ -34,6 +35,7 @@ _LOG_CONCAVE = (
     LaplaceLikelihood,
     OrdinalLikelihood,
     PoissonLikelihood,
+    RatingLikelihood,
     SoftmaxLikelihood,
 )
 

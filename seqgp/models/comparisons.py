@@ -12,6 +12,7 @@ that :math:`s = 1 / \sqrt 2` and :math:`p(a \succ b) = \Phi(h)`. Both are BoTorc
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from gpytorch.priors.smoothed_box_prior import SmoothedBoxPrior
 from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.likelihoods.by_task import TaskLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood
+from seqgp.likelihoods.ratings import RatingLikelihood
 from seqgp.likelihoods.ties import TieLikelihood
 from seqgp.validation import check_finite, check_tensor
 
@@ -73,7 +76,8 @@ def choices_as_comparisons(choices: Tensor) -> Tensor:
     because :math:`\prod_j (1 + a_j) \ge 1 + \sum_j a_j` for :math:`a_j = e^{f_j - f_1} > 0`
     (Titsias, 2016: "One-vs-each"). So a `PreferenceGP` with a `PairwiseLogitLikelihood` maximises
     a lower bound of the evidence of the choices, which is tight for ``k = 2`` and where the choice
-    is certain. Losers are not compared with each other.
+    is certain. Losers are not compared with each other. Each of the other items counts as one more
+    answer, so that utilities lean further towards the chosen items than those of the softmax would.
 
     Args:
         choices: ``... x n x k`` indices of items, the chosen one first in each row.
@@ -94,6 +98,131 @@ def choices_as_comparisons(choices: Tensor) -> Tensor:
     others = choices[..., 1:]
     pairs = torch.stack([choices[..., :1].expand_as(others), others], -1)
     return pairs.flatten(-3, -2)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What people said, as observations of functionals of two points: first of the differences.
+
+    A rating is an observation of the utility of an item itself. The second of its points is the
+    item once more, with a coefficient of zero.
+
+    Attributes:
+        inputs: ``... x k x 2 x d`` items.
+        targets: ``... x k`` outcomes, see `outcomes`, or ratings.
+        coefficients: ``... x k x 2``.
+        arguments: Which likelihood each is of, if there is one of ratings.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    coefficients: Tensor
+    arguments: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        likelihood: Likelihood,
+        items: Tensor,
+        comparisons: Tensor,
+        ties: Tensor | None = None,
+        ratings: Tensor | None = None,
+    ) -> Answers:
+        """Comparisons and ratings of items, checked.
+
+        Args:
+            likelihood: The likelihood of the model.
+            items: ``... x n x d``.
+            comparisons: ``... x k x 2`` indices of them, checked.
+            ties: ``... x k``, which of the comparisons were ties.
+            ratings: ``n`` ratings, NaN for items that were not rated.
+        """
+        compared = likelihood_of_comparisons(likelihood)
+        inputs = compared_items(items, comparisons.to(items.device))
+        targets = outcomes(compared, inputs, ties)
+        coefficients = difference_coefficients(compared, inputs)
+        if likelihood_of_ratings(likelihood) is None:
+            if ratings is not None:
+                raise ValueError(
+                    "ratings: the model has no likelihood for them; build it with "
+                    "rating_likelihood=seqgp.RatingLikelihood()."
+                )
+            return cls(inputs, targets, coefficients, {})
+        rated = items[..., :0, :]
+        values = items.new_empty(0)
+        if ratings is not None:
+            is_rated = ~check_ratings(ratings, items).isnan()
+            rated, values = items[is_rated], ratings[is_rated].to(items)
+        task = torch.cat([torch.zeros_like(targets), torch.ones_like(values)], -1)
+        one = torch.tensor([1.0, 0.0], dtype=items.dtype, device=items.device)
+        return cls(
+            torch.cat([inputs, rated.unsqueeze(-2).expand(*rated.shape[:-1], 2, -1)], -3),
+            torch.cat([targets, values], -1),
+            torch.cat([coefficients, one.expand(len(values), 2)], -2),
+            {"task": task},
+        )
+
+
+def check_ratings(ratings: Any, items: Tensor) -> Tensor:
+    """Ratings; raises unless they are numbers or NaN, one for each of ``n x d`` items.
+
+    Args:
+        ratings: The ratings.
+        items: The items.
+    """
+    check_tensor(ratings, "ratings")
+    if items.dim() > 2:
+        raise ValueError("ratings: a batch of models learns from comparisons alone.")
+    if ratings.shape != items.shape[:1]:
+        raise ValueError(
+            f"ratings: expected {len(items)} numbers, one for each item and NaN for those that "
+            f"were not rated, got shape {tuple(ratings.shape)}."
+        )
+    if bool(ratings.isinf().any()):
+        raise ValueError("ratings: expected finite numbers, or NaN for items not rated.")
+    return ratings
+
+
+def with_ratings(likelihood: Likelihood, ratings: Likelihood | Tensor | None) -> Likelihood:
+    """The likelihood of comparisons and ratings together.
+
+    Args:
+        likelihood: That of comparisons.
+        ratings: That of ratings, or ratings that one is made for: a `RatingLikelihood` which begins
+            with their mean and their standard deviation. ``None`` if there are none.
+    """
+    if ratings is None:
+        return likelihood
+    if isinstance(ratings, Tensor):
+        values = ratings[~ratings.isnan()].double()
+        scale = float(values.std()) if len(values) > 1 else 0.0
+        scale = scale if scale > 0 else 1.0
+        ratings = RatingLikelihood(scale, float(values.mean()) / scale if len(values) else 0.0)
+    return TaskLikelihood([likelihood, ratings])
+
+
+def likelihood_of_comparisons(likelihood: Likelihood) -> Likelihood:
+    """The part of a model's likelihood that is for comparisons.
+
+    Args:
+        likelihood: The likelihood of the model.
+    """
+    if not isinstance(likelihood, TaskLikelihood):
+        return likelihood
+    part: Any = likelihood.likelihoods[0]
+    return part
+
+
+def likelihood_of_ratings(likelihood: Likelihood) -> Likelihood | None:
+    """The part of a model's likelihood that is for ratings, ``None`` if it has none.
+
+    Args:
+        likelihood: The likelihood of the model.
+    """
+    if not isinstance(likelihood, TaskLikelihood):
+        return None
+    part: Any = likelihood.likelihoods[1]
+    return part
 
 
 def outcomes(likelihood: Likelihood, pairs: Tensor, ties: Tensor | None) -> Tensor:

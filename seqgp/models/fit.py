@@ -14,14 +14,15 @@ from botorch.exceptions.warnings import OptimizationWarning
 from botorch.fit import _fit_fallback, _fit_fallback_approximate
 from botorch.optim.closures import ForwardBackwardClosure
 from botorch.optim.utils import get_parameters
-from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.noise_floor import noise_floor
-from seqgp.likelihoods.traits import precision_floor
+from seqgp.likelihoods.traits import has_closed_form, precision_floor
 from seqgp.models.protocol import DataModel
+from seqgp.models.staleness import catch_up
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT
@@ -67,8 +68,22 @@ class FittedModel(DataModel, Protocol):
         """Hyperparameters and inducing points by name."""
         ...
 
-    def __call__(self, inputs: Tensor) -> Any:
-        """The posterior."""
+    @property
+    def train_inputs(self) -> tuple[Tensor]:
+        """Inputs of the observations, as they were given in train mode."""
+        ...
+
+    @property
+    def train_targets(self) -> Tensor:
+        """Transformed targets."""
+        ...
+
+    def transform_inputs(self, X: Tensor) -> Tensor:
+        """Inputs as the model sees them."""
+        ...
+
+    def __call__(self, inputs: Tensor, prior: bool = False) -> Any:
+        """The posterior, or the prior."""
         ...
 
 
@@ -102,7 +117,9 @@ def fit(
     Args:
         model: The model, which holds its training data.
         mll: The objective: `DualELBO`, or any other of GPyTorch's bounds for approximate GPs. For
-            an exact marginal likelihood, which a sparse GP does not have, the `DualELBO` is used.
+            an `ExactMarginalLogLikelihood`, which a sparse GP does not have, the `DualELBO` is
+            used. Other objectives of exact models (`LeaveOneOutPseudoLikelihood`) raise an error
+            unless the model is one.
         closure: A closure of the user's own, for BoTorch's fallback.
         closure_kwargs: Its arguments.
         optimizer_kwargs: Passed to the optimiser (``options={"maxiter": ...}``, ``timeout_sec``).
@@ -137,8 +154,12 @@ def fit(
         model.refresh()
         return mll
     objective = mll
-    if not isinstance(mll, _ApproximateMarginalLogLikelihood):
+    if type(mll) is ExactMarginalLogLikelihood:
         objective = DualELBO(mll.likelihood, model)
+    elif not isinstance(mll, _ApproximateMarginalLogLikelihood):
+        mll = _fit_fallback(mll, optimizer_kwargs=optimizer_kwargs, **kwargs)
+        catch_up(model)
+        return mll.eval()
     m = model.variational_strategy.inducing_points.shape[-2]
     if batch_size is None and model.num_data * m > FULL_BATCH_ELEMENTS:
         batch_size = 1024
@@ -188,19 +209,18 @@ def _on_all_ranks(model: FittedModel) -> Iterator[None]:
         return
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     state = {name: tensor.detach().clone() for name, tensor in strategy.tensors().items()}
-    try:
-        with strategy.ranks.together(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            yield
-            strategy.ranks.agree()
-    except BaseException:
+
+    def restore() -> None:
         strategy.set_tensors(state)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name != "variational_strategy.inducing_points":
                     parameter.copy_(parameters[name])
         model.note_hyperparameters()
-        raise
+
+    with strategy.ranks.all_or_none(restore), torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
@@ -219,17 +239,45 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
         data = model.stream.observations
         value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
         return -value
+    ranks = model.variational_strategy.ranks
+    if not isinstance(mll, _ApproximateMarginalLogLikelihood):
+        if has_exact_objectives(model):
+            return _loss_of_exact_model(model, mll)
+        if type(mll) is not ExactMarginalLogLikelihood:
+            raise ValueError(
+                f"mll: a {type(mll).__name__} is for exact models. This one is sparse, has "
+                "discarded observations, or some are missing or not Gaussian; use DualELBO."
+            )
     dual = mll if isinstance(mll, DualELBO) else DualELBO(mll.likelihood, model)
 
     def own() -> Tensor:
         bound, _ = model.bound(tol=SITE_TOLERANCE, max_steps=100, exact=_is_exact(model))
         return -dual.with_priors(bound, max(model.num_data, 1))
 
-    ranks = model.variational_strategy.ranks
     if ranks.alone:
         return own()
     parameters = get_parameters(dual, requires_grad=True)
     return shared_loss(lambda: own().sum(), parameters, ranks)()
+
+
+def has_exact_objectives(model: FittedModel) -> bool:
+    """Whether a model is an exact one: Gaussian observations, an inducing point at each.
+
+    Args:
+        model: The model.
+    """
+    alone = model.variational_strategy.ranks.alone and not model.variational_strategy.is_fantasy
+    return alone and has_closed_form(model.likelihood) and _is_exact(model)
+
+
+def _loss_of_exact_model(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
+    """The negative of an objective that is a functional of the prior, and of Gaussian noise."""
+    (inputs,) = model.train_inputs
+    f = model(inputs, prior=True)
+    if model.training:
+        inputs = model.transform_inputs(inputs)
+    value: Tensor = mll(f, model.train_targets, inputs)
+    return -value
 
 
 def _is_exact(model: FittedModel) -> bool:

@@ -51,16 +51,20 @@ def load_state(
     ranks = model.variational_strategy.ranks
     with ranks.together():
         draft, like = _loaded(model, dict(state), strict, keep_transforms, assign)
-        ranks.agree()
-    with model.guard.reading:
-        if like is not None:
-            model.to(like)
-        adopt(model, draft)
-        for module in model.modules():
-            if isinstance(module, Prior):
-                module.load_state_dict(module.state_dict())  # from its buffers to its distribution
-        _set_fixed_noise(model)
-        model.note_hyperparameters()
+
+        def change() -> None:
+            with model.guard.reading:
+                if like is not None:
+                    model.to(like)
+                adopt(model, draft)
+                for module in model.modules():
+                    if isinstance(module, Prior):
+                        # From its buffers to its distribution.
+                        module.load_state_dict(module.state_dict())
+                _set_fixed_noise(model)
+                model.note_hyperparameters()
+
+        ranks.commit(change)
 
 
 def _loaded(

@@ -22,9 +22,9 @@ from botorch.sampling.base import MCSampler
 from botorch.utils.datasets import SupervisedDataset
 from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.kernels import Kernel
+from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
-from gpytorch.means import ConstantMean, Mean, MultitaskMean
+from gpytorch.means import Mean, MultitaskMean
 from gpytorch.priors import Prior
 from linear_operator import to_dense
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch import Tensor
 from seqgp.distributed import Ranks
 from seqgp.likelihoods.by_task import TaskLikelihood
 from seqgp.likelihoods.traits import is_conjugate, is_real_valued
+from seqgp.models.construction import default_mean
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.models.tasks import (
@@ -57,6 +58,7 @@ from seqgp.validation import (
 )
 from seqgp.variational.frozen import frozen
 
+Kernels: TypeAlias = Kernel | Sequence[Kernel]
 Likelihoods: TypeAlias = Likelihood | Sequence[Likelihood] | Mapping[int, Likelihood]
 
 
@@ -68,6 +70,9 @@ class SequentialMultiTaskGP(SequentialGP):
     :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (ICM), with the same kernels and priors. With
     Gaussian observations and an inducing point at each input, posteriors at equal hyperparameters
     are those of `MultiTaskGP`. What that cannot do:
+
+    * with several kernels, the prior is :math:`\sum_q k_q(x, x') \, B^q_{tt'}` (a linear model of
+      coregionalisation, LMC), so that tasks can share some of what they are made of;
 
     * each task can have a likelihood of its own: an objective that is Gaussian, a yield that is a
       count and a validity that is a label, correlated;
@@ -86,7 +91,8 @@ class SequentialMultiTaskGP(SequentialGP):
             column behind the others.
         train_Yvar: ``n x 1`` noise variances, if all tasks are Gaussian.
         mean_module: The mean; by default a constant for each task.
-        covar_module: The kernel of the inputs without the task; by default BoTorch's.
+        covar_module: The kernel of the inputs without the task, or a list of several; by default
+            BoTorch's.
         likelihood: One for each task, as a list in ascending order of the tasks or as a dictionary
             by task, or one for all of them. By default Gaussians, each with noise of its own.
         task_covar_prior: The prior of the correlations of tasks; by default that of `MultiTaskGP`.
@@ -96,6 +102,9 @@ class SequentialMultiTaskGP(SequentialGP):
         outcome_transform: By default `TaskStandardize`; ``None`` for nothing.
         input_transform: Applied to all inputs; it has to leave the task column as it is.
         validate_task_values: For `MultiTaskGP`'s sake; they are always checked.
+        task_covar_module: The kernel of the task column, or one for each kernel of the inputs. By
+            default that of `MultiTaskGP`, whose correlations are positive. `LoadingKernel` has
+            correlations of either sign.
         options: Further options of `SequentialGP` (``inducing_points``, ``process_group``, ...).
 
     Example:
@@ -123,7 +132,7 @@ class SequentialMultiTaskGP(SequentialGP):
         task_feature: int | None,
         train_Yvar: Tensor | None = None,
         mean_module: Mean | None = None,
-        covar_module: Kernel | None = None,
+        covar_module: Kernels | None = None,
         likelihood: Likelihoods | None = None,
         task_covar_prior: Prior | _DefaultType | None = DEFAULT,
         output_tasks: Sequence[int] | None = None,
@@ -132,6 +141,7 @@ class SequentialMultiTaskGP(SequentialGP):
         outcome_transform: OutcomeTransform | _DefaultType | None = DEFAULT,
         input_transform: InputTransform | None = None,
         validate_task_values: bool = True,
+        task_covar_module: Kernels | None = None,
         **options: Any,
     ) -> None:
         ranks = Ranks(options.get("process_group"))
@@ -173,22 +183,11 @@ class SequentialMultiTaskGP(SequentialGP):
             noisy = train_Yvar is not None
             chosen = None if noisy and likelihood is None else _likelihood(likelihood, tasks)
             others = [i for i in range(train_X.shape[-1]) if i != feature]
-            if covar_module is None:
-                covar_module = get_covar_module_with_dim_scaled_prior(
-                    ard_num_dims=len(others), active_dims=others
-                )
-            elif covar_module.active_dims is None:
-                covar_module.active_dims = torch.tensor(others, device=train_X.device)
-            if task_covar_prior is DEFAULT:
-                task_covar_prior = BetaPrior(concentration1=2.5, concentration0=1.5)
-            kernel = TaskKernel(
-                tasks,
-                len(tasks) if rank is None else rank,
-                task_prior=task_covar_prior,
-                active_dims=[feature],
+            kernel = _kernel(
+                covar_module, task_covar_module, others, feature, tasks, rank, task_covar_prior
             )
             if mean_module is None:
-                mean_module = MultitaskMean(ConstantMean(), num_tasks=len(tasks))
+                mean_module = MultitaskMean(_default_means(chosen, tasks), num_tasks=len(tasks))
             if isinstance(mean_module, MultitaskMean):
                 mean_module = TaskMean(mean_module, tasks, feature)
             if outcome_transform is DEFAULT:
@@ -203,7 +202,7 @@ class SequentialMultiTaskGP(SequentialGP):
                 train_Y,
                 train_Yvar,
                 chosen,
-                (covar_module * kernel).to(train_X),
+                kernel.to(train_X),
                 mean_module,
                 outcome_transform,
                 input_transform,
@@ -230,9 +229,31 @@ class SequentialMultiTaskGP(SequentialGP):
 
     @property
     def task_covariance(self) -> Tensor:
-        """``t x t``, the covariance of the tasks."""
-        kernel: Any = self.covar_module.kernels[-1]
-        return kernel.covar_matrix.detach()
+        """``t x t``, the covariance of the tasks; ``k x t x t`` for ``k`` kernels of the inputs."""
+        kernel: Any = self.covar_module
+        terms = kernel.kernels if isinstance(kernel, AdditiveKernel) else [kernel]
+        each = torch.stack([term.kernels[-1].covar_matrix for term in terms]).detach()
+        return each if isinstance(kernel, AdditiveKernel) else each[0]
+
+    @property
+    def output_likelihood(self) -> Likelihood:
+        """The likelihood of the only output task, or that of all tasks if there are several."""
+        likelihood: Any = self.likelihood
+        if isinstance(likelihood, TaskLikelihood) and len(self.output_tasks) == 1:
+            return likelihood.likelihoods[self.all_tasks.index(self.output_tasks[0])]
+        return likelihood
+
+    def observed_of(self, task: int) -> Tensor:
+        """``n x 1`` observations of a task at hand, as they were passed.
+
+        Args:
+            task: The value of the task.
+        """
+        held = self.stream.observations
+        index = self._index(held.inputs)
+        mine = index == self.all_tasks.index(task)
+        offset, scale = self._units(index)
+        return (offset + scale * held.targets)[mine].unsqueeze(-1)
 
     def _index(self, X: Tensor) -> Tensor:
         """``... x n`` indices of tasks, of inputs with a task column that has been checked."""
@@ -338,8 +359,8 @@ class SequentialMultiTaskGP(SequentialGP):
         Args:
             X: ``... x q x d`` inputs, or ``... x q x (d + 1)``.
             output_indices: Tasks, instead of the output tasks; only for inputs without one.
-            observation_noise: Whether to include the noise of observations. Unless all tasks are
-                Gaussian, the result is a posterior over observations.
+            observation_noise: Whether to include the noise of observations. Unless all of these
+                tasks are Gaussian, the result is a posterior over observations.
             posterior_transform: Applied to the posterior.
             arguments: There are none.
 
@@ -365,11 +386,10 @@ class SequentialMultiTaskGP(SequentialGP):
                 )
             m, X_full = len(tasks), with_task_column(X, tasks, self.task_feature)
         index = self._index(X_full)
-        if self.training:
-            self.eval()
+        self._leave_train_mode()
         f = self(self._predicted_at(X_full))
         mean, covariance = f.mean, f.lazy_covariance_matrix
-        gaussian = observation_noise is False or self._is_gaussian()
+        gaussian = observation_noise is False or self._is_gaussian(index)
         if observation_noise and gaussian:
             covariance = covariance.add_diagonal(self._noise_of(index).expand(mean.shape))
         offset, scale = self._units(index)
@@ -379,33 +399,54 @@ class SequentialMultiTaskGP(SequentialGP):
             posterior: Posterior = GPyTorchPosterior(_of_tasks(mean, dense, q, m))
         else:
             latent = GPyTorchPosterior(_of_tasks(mean, to_dense(covariance), q, m))
-            rows = {}
-            if isinstance(self.likelihood, TaskLikelihood):
-                rows["task"] = index.unflatten(-1, (m, q))
-            observed = ObservationPosterior(latent, frozen(self.likelihood), rows)
-            a, b = (each.unflatten(-1, (m, q)).mT for each in (offset, scale))
-            posterior = TransformedPosterior(
-                observed,
-                sample_transform=lambda y: a + b * y,
-                mean_transform=lambda mean, variance: a + b * mean,
-                variance_transform=lambda mean, variance: b.square() * variance,
-            )
+            posterior = self._observations(latent, index, offset, scale, m)
         if posterior_transform is not None:
             posterior = posterior_transform(posterior=posterior, X=X)
         return posterior
 
-    def _is_gaussian(self) -> bool:
-        """Whether observations of all tasks are Gaussian."""
-        if isinstance(self.likelihood, TaskLikelihood):
-            return all(map(is_conjugate, self.likelihood.likelihoods))
-        return is_conjugate(self.likelihood)
+    def _observations(
+        self, latent: GPyTorchPosterior, index: Tensor, offset: Tensor, scale: Tensor, m: int
+    ) -> Posterior:
+        """The posterior over observations that are not all Gaussian.
+
+        Args:
+            latent: That of the latent functions, ``... x q x m``.
+            index: ``... x (m q)`` indices of tasks.
+            offset: ``... x (m q)``, of observations.
+            scale: ``... x (m q)``, likewise.
+            m: The number of outputs.
+        """
+        likelihood, present = self.likelihood, index.unique().tolist()
+        rows = {}
+        if isinstance(likelihood, TaskLikelihood):
+            if len(present) == 1:
+                likelihood = likelihood.likelihoods[present[0]]
+            else:
+                rows["task"] = index.unflatten(-1, (m, -1))
+        observed = ObservationPosterior(latent, frozen(likelihood), rows)
+        if bool((offset == 0).all() & (scale == 1).all()):
+            return observed
+        a, b = (each.unflatten(-1, (m, -1)).mT for each in (offset, scale))
+        return TransformedPosterior(
+            observed,
+            sample_transform=lambda y: a + b * y,
+            mean_transform=lambda mean, variance: a + b * mean,
+            variance_transform=lambda mean, variance: b.square() * variance,
+        )
+
+    def _is_gaussian(self, index: Tensor) -> bool:
+        """Whether observations of tasks with these indices are Gaussian."""
+        each = _each(self.likelihood, self.all_tasks)
+        return all(is_conjugate(each[i]) for i in index.unique().tolist())
 
     def _noise_of(self, index: Tensor) -> Tensor:
         """``... x n`` noise variances of Gaussian observations, by the indices of tasks."""
         likelihood: Any = self.likelihood
         if isinstance(likelihood, TaskLikelihood):
             parts: list[Any] = list(likelihood.likelihoods)
-            return torch.cat([each.noise.reshape(1) for each in parts])[index]
+            none = index.new_zeros(1, dtype=self.variational_strategy.inducing_points.dtype)
+            each = [part.noise.reshape(1) if is_conjugate(part) else none for part in parts]
+            return torch.cat(each)[index]
         if isinstance(likelihood, FixedNoiseGaussianLikelihood):  # the mean of each task's
             held = self.stream.observations
             known, noise = self._index(held.inputs), held.arguments["noise"]
@@ -450,7 +491,8 @@ class SequentialMultiTaskGP(SequentialGP):
         Args:
             X: ``... x n' x (d + 1)`` inputs; or ``... x n' x d``, for observations of all output
                 tasks at each.
-            Y: ``... x n' x 1`` observations, or ``... x n' x m``.
+            Y: ``... x n' x 1`` observations, or ``... x n' x m``. Without batches, they may be NaN
+                where a task was not observed.
             noise: As for `SequentialGP`, in long format.
             kwargs: Likewise.
         """
@@ -461,8 +503,11 @@ class SequentialMultiTaskGP(SequentialGP):
                 raise ValueError(
                     f"Y: expected {m} columns, one for each output task, got {tuple(Y.shape)}."
                 )
-            X = with_task_column(X, self.output_tasks, self.task_feature)
-            Y = Y.mT.reshape(*Y.shape[:-2], -1, 1)
+            if X.dim() == Y.dim() == 2 and bool(Y.isnan().any()):
+                X, Y = long_format(X, Y.to(X), self.output_tasks, self.task_feature)
+            else:
+                X = with_task_column(X, self.output_tasks, self.task_feature)
+                Y = Y.mT.reshape(*Y.shape[:-2], -1, 1)
         kwargs = {**self._task_arguments(X), **kwargs}
         return super().condition_on_observations(X, Y, noise, **kwargs)
 
@@ -556,6 +601,87 @@ def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
     return TaskLikelihood(given)
 
 
+def _each(
+    likelihood: Likelihood | None, tasks: Sequence[int]
+) -> list[Likelihood] | list[Likelihood | None]:
+    """The likelihood of each task, ``None`` for Gaussian observations with known noise."""
+    if isinstance(likelihood, TaskLikelihood):
+        return list(likelihood.likelihoods)
+    return [likelihood] * len(tasks)
+
+
+def _default_means(likelihood: Likelihood | None, tasks: Sequence[int]) -> list[Mean]:
+    """A constant for each task."""
+    return [default_mean(each, torch.Size()) for each in _each(likelihood, tasks)]
+
+
+def _kernel(
+    given: Kernels | None,
+    given_tasks: Kernels | None,
+    others: list[int],
+    feature: int,
+    tasks: Sequence[int],
+    rank: int | None,
+    prior: Prior | _DefaultType | None,
+) -> Kernel:
+    """The kernel of all columns: a sum of products of a kernel of the inputs and one of the tasks.
+
+    Args:
+        given: What the user says about the inputs.
+        given_tasks: What the user says about the tasks.
+        others: The columns of the inputs.
+        feature: The column of the task.
+        tasks: The values of the tasks.
+        rank: That of the covariance of the tasks.
+        prior: That of the correlations of the tasks.
+    """
+    if given is None:
+        given = get_covar_module_with_dim_scaled_prior(ard_num_dims=len(others), active_dims=others)
+    kernels = _kernels(given, "covar_module")
+    if given_tasks is None:
+        if prior is DEFAULT:
+            prior = BetaPrior(concentration1=2.5, concentration0=1.5)
+        task_kernels: list[Kernel] = [
+            TaskKernel(
+                tasks,
+                len(tasks) if rank is None else rank,
+                task_prior=prior,
+                part=(q, len(kernels)),
+                active_dims=[feature],
+            )
+            for q in range(len(kernels))
+        ]
+    else:
+        task_kernels = _kernels(given_tasks, "task_covar_module")
+        if rank is not None or prior is not DEFAULT:
+            raise ValueError(
+                "task_covar_module: has a rank and a prior of its own; leave out rank and "
+                "task_covar_prior."
+            )
+    if len(task_kernels) != len(kernels):
+        raise ValueError(
+            f"task_covar_module: expected one for each of {len(kernels)} kernels, got "
+            f"{len(task_kernels)}."
+        )
+    products = []
+    for kernel, task_kernel in zip(kernels, task_kernels, strict=True):
+        for each, columns in ((kernel, others), (task_kernel, [feature])):
+            if each.active_dims is None:
+                each.active_dims = torch.tensor(columns)
+        products.append(ProductKernel(kernel, task_kernel))
+    return products[0] if len(products) == 1 else AdditiveKernel(*products)
+
+
+def _kernels(given: Any, name: str) -> list[Kernel]:
+    """Kernels as a list, checked."""
+    kernels = [given] if isinstance(given, Kernel) or not isinstance(given, Sequence) else given
+    if not kernels:
+        raise ValueError(f"{name}: expected at least one kernel, got none.")
+    for kernel in kernels:
+        check_instance(kernel, Kernel, name, optional=False)
+    return list(kernels)
+
+
 def _default_transform(
     likelihood: Likelihood | None,
     tasks: Sequence[int],
@@ -564,9 +690,7 @@ def _default_transform(
     seen: Sequence[float],
 ) -> TaskStandardize | None:
     """Standardisation of the tasks whose observations are real numbers."""
-    each = [likelihood] * len(tasks)
-    if isinstance(likelihood, TaskLikelihood):
-        each = list(likelihood.likelihoods)
+    each = _each(likelihood, tasks)
     real = [i for i, part in enumerate(each) if part is None or is_real_valued(part)]
     if not real:
         return None

@@ -23,12 +23,14 @@ from botorch.sampling.pathwise.prior_samplers import DrawKernelFeaturePaths
 from botorch.sampling.pathwise.update_strategies import GaussianUpdate
 from botorch.sampling.pathwise.utils import get_input_transform, get_output_transform
 from botorch.utils.context_managers import delattr_ctx
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.models import ExactGP
 from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import scaled_cholesky
 from seqgp.dual.linalg import broadcast_shapes
+from seqgp.models.fit import has_exact_objectives
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.variational.strategy import DualVariationalStrategy
 
@@ -71,6 +73,9 @@ def _draw_kernel_feature_paths(model: SequentialGP, **kwargs: Any) -> Generalize
 def _gaussian_update_model(
     model: SequentialGP, likelihood: Likelihood | None, **kwargs: Any
 ) -> GeneralizedLinearPath:
+    if kwargs.get("target_values") is not None and has_exact_objectives(model):
+        # They are those of the observations, which have noise, as for other exact models.
+        return GaussianUpdate.dispatch(ExactGP, GaussianLikelihood)(model, likelihood, **kwargs)
     return GaussianUpdate(
         model, model.variational_strategy, input_transform=get_input_transform(model), **kwargs
     )
@@ -91,7 +96,8 @@ def _gaussian_update(
         model: The model.
         strategy: Its strategy.
         sample_values: ``... x s`` values of the prior at the support points.
-        target_values: ``... x s`` values of the posterior there; by default they are drawn.
+        target_values: ``... x s`` values of the posterior there; by default they are drawn. (For a
+            model with an inducing point at each Gaussian observation they are targets instead.)
         input_transform: The model's.
     """
     points = _support_points(strategy)
@@ -106,9 +112,9 @@ def _gaussian_update(
         v = strategy.variational_distribution.rsample(shape)
         values = model.mean_module(points) + (chol @ v.unsqueeze(-1)).squeeze(-1)
     elif strategy.num_latents is None:
-        values = strategy(points).rsample(shape)
+        values = strategy(points, diag=False).rsample(shape)
     else:
-        values = strategy(points.squeeze(-3)).rsample(shape).mT
+        values = strategy(points.squeeze(-3), diag=False).rsample(shape).mT
     weight = torch.cholesky_solve((values - sample_values).unsqueeze(-1), chol).squeeze(-1)
     features = KernelEvaluationMap(model.covar_module, points, input_transform=input_transform)
     return GeneralizedLinearPath(feature_map=features, weight=weight)

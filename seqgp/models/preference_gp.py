@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,17 @@ from torch.nn.modules.module import _IncompatibleKeys
 from seqgp.distributed import Ranks
 from seqgp.likelihoods import TieLikelihood, log_predictive
 from seqgp.models.comparisons import (
+    Answers,
     check_comparisons,
+    check_ratings,
     compared_items,
     comparison_likelihood,
     default_kernel,
     difference_coefficients,
+    likelihood_of_comparisons,
+    likelihood_of_ratings,
     outcomes,
+    with_ratings,
 )
 from seqgp.models.construction import choose_inducing_points, distinct, frozen
 from seqgp.models.posteriors import ObservationPosterior
@@ -72,6 +78,11 @@ class PreferenceGP(SequentialGP):
         ties: ``batch_shape x k`` booleans, which of the comparisons were ties. With them, the
             default likelihood is a `TieLikelihood`. `update`, `forget`, `leverage`,
             `condition_on_observations` and `log_predictive_density` take them, too.
+        ratings: ``n`` ratings of the items, NaN for those that were not rated. With them, or with
+            a ``rating_likelihood``, the methods above take ``ratings=``, too: one for each of the
+            items that are passed. Items may be rated or compared, or both.
+        rating_likelihood: The likelihood of a rating, given the utility of the item; by default a
+            `RatingLikelihood`. An `OrdinalLikelihood` is for a few grades.
         process_group: As for `SequentialGP`: each process passes comparisons of its own, and the
             items of these. Items of several processes count once.
         options: ``jitter``, ``xtol``, ``maxfev``, ``consolidate_rtol`` and ``consolidate_atol`` of
@@ -102,6 +113,8 @@ class PreferenceGP(SequentialGP):
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
         ties: Tensor | None = None,
+        ratings: Tensor | None = None,
+        rating_likelihood: Likelihood | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -121,17 +134,20 @@ class PreferenceGP(SequentialGP):
                 raise ValueError("datapoints: expected at least one item, got none.")
             check_instance(input_transform, InputTransform, "input_transform")
             check_instance(covar_module, Kernel, "covar_module")
+            check_instance(rating_likelihood, Likelihood, "rating_likelihood")
             datapoints, n = datapoints.detach(), datapoints.shape[-2]
             if comparisons is None:
                 comparisons = torch.empty(
                     *datapoints.shape[:-2], 0, 2, dtype=torch.long, device=datapoints.device
                 )
-            pairs = compared_items(
-                datapoints, check_comparisons(comparisons, n).to(datapoints.device)
-            )
+            comparisons = check_comparisons(comparisons, n)
             if likelihood is None and ties is not None:
                 likelihood = TieLikelihood()
-            likelihood = comparison_likelihood(likelihood).to(datapoints)
+            rated: Likelihood | Tensor | None = rating_likelihood
+            if rated is None and ratings is not None:
+                rated = ranks.gather(check_ratings(ratings, datapoints))
+            likelihood = with_ratings(comparison_likelihood(likelihood), rated).to(datapoints)
+            answers = Answers.of(likelihood, datapoints, comparisons, ties, ratings)
             items = ranks.gather(datapoints, -2)
             if not ranks.alone and items.dim() == 2:
                 items = distinct(items)[0]
@@ -150,8 +166,8 @@ class PreferenceGP(SequentialGP):
                 distinct_items, inducing_points, covar_module, inducing_point_allocator
             )
             super().__init__(
-                pairs,
-                outcomes(likelihood, pairs, ties).unsqueeze(-1),
+                answers.inputs,
+                answers.targets.unsqueeze(-1),
                 likelihood=likelihood,
                 covar_module=covar_module,
                 mean_module=mean_module,
@@ -160,44 +176,70 @@ class PreferenceGP(SequentialGP):
                 inducing_points=Z,
                 inducing_point_allocator=inducing_point_allocator,
                 learn_inducing_points=learn_inducing_points,
-                coefficients=difference_coefficients(likelihood, pairs),
+                coefficients=answers.coefficients,
+                likelihood_arguments=answers.arguments,
                 process_group=process_group,
             )
         if not isinstance(inducing_points, Tensor):  # they are the model's to choose
             self.keeps_inducing_points = False
             self.max_inducing = DEFAULT_LIMIT if inducing_points is None else inducing_points
 
+    @property
+    def comparison_likelihood(self) -> Likelihood:
+        """The likelihood of a comparison, given the difference that is compared."""
+        return likelihood_of_comparisons(self.likelihood)
+
+    @property
+    def rating_likelihood(self) -> Likelihood | None:
+        """The likelihood of a rating, given the utility; ``None`` for comparisons alone."""
+        return likelihood_of_ratings(self.likelihood)
+
     # ---------------------------------------------------------------- data
 
     @property
     def datapoints(self) -> Tensor:
-        """The items of the comparisons that the model holds; ``n x d``, each of them once."""
-        return self._items_and_comparisons()[0]
+        """The items of the answers that the model holds; ``n x d``, each of them once."""
+        return self._held()[0]
 
     @property
     def comparisons(self) -> Tensor:
         """``k x 2``, the comparisons that the model holds, as indices of `datapoints`."""
-        return self._items_and_comparisons()[1]
+        return self._held()[1]
 
     @property
     def ties(self) -> Tensor:
         """``k``, which of the `comparisons` are ties; the order of their items means nothing."""
-        targets = self.stream.observations.targets
-        if not isinstance(self.likelihood, TieLikelihood):
+        held = self.stream.observations
+        targets = held.targets[..., self._is_comparison(held)]
+        if not isinstance(self.comparison_likelihood, TieLikelihood):
             return torch.zeros_like(targets, dtype=torch.bool)
         return targets == 1
 
+    @property
+    def ratings(self) -> tuple[Tensor, Tensor]:
+        """The ratings that the model holds: ``k`` indices of `datapoints`, and ``k`` numbers."""
+        return self._held()[2:]
+
+    def _is_comparison(self, held: Observations) -> Tensor:
+        """``k`` booleans: which observations are comparisons, and not ratings."""
+        if self.rating_likelihood is None:
+            return held.targets.new_ones(len(held), dtype=torch.bool)
+        return held.arguments["task"] == 0
+
     @reads
-    def _items_and_comparisons(self) -> tuple[Tensor, Tensor]:
+    def _held(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Items, comparisons of them, indices of those that were rated, and ratings."""
         held = self.stream.observations
-        points = held.points.detach()
+        points, compared = held.points.detach(), self._is_comparison(held)
         if points.dim() > 2:  # in a batch each may have another number of items
             indices = torch.arange(points.shape[-2], device=points.device)
-            return points.clone(), indices.reshape(-1, 2).expand(*held.inputs.shape[:-1])
+            pairs = indices.reshape(-1, 2).expand(*held.inputs.shape[:-1])
+            return points.clone(), pairs, indices[:0], held.targets[..., :0]
         items, indices = distinct(points)
         pairs = indices.reshape(-1, 2)
-        wins = held.targets.unsqueeze(-1) > 0.5  # fantasised answers may prefer the second item
-        return items, torch.where(wins, pairs, pairs.flip(-1))
+        wins = held.targets[compared].unsqueeze(-1) > 0.5  # fantasies may prefer the second item
+        comparisons = torch.where(wins, pairs[compared], pairs[compared].flip(-1))
+        return items, comparisons, pairs[~compared, 0], held.targets[~compared].clone()
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
@@ -227,27 +269,25 @@ class PreferenceGP(SequentialGP):
             X: ``batch_shape x n x d`` items.
             Y: ``batch_shape x k x 2`` indices of these, the preferred item first.
             noise: Not for comparisons.
-            arguments: ``ties``, if there are any.
+            arguments: ``ties`` and ``ratings``, if there are any.
         """
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
         arguments = dict(arguments)
-        ties = arguments.pop("ties", None)
-        pairs = self._compared(X, Y)
-        coefficients = difference_coefficients(self.likelihood, pairs)
-        return super().checked(
-            pairs,
-            outcomes(self.likelihood, pairs, ties).unsqueeze(-1),
-            None,
-            {**arguments, "coefficients": coefficients},
-        )
+        ties, ratings = arguments.pop("ties", None), arguments.pop("ratings", None)
+        answers = self._answers(X, Y, ties, ratings)
+        arguments = {**arguments, **answers.arguments, "coefficients": answers.coefficients}
+        return super().checked(answers.inputs, answers.targets.unsqueeze(-1), None, arguments)
 
-    def _compared(self, X: Tensor, Y: Tensor) -> Tensor:
-        """``... x k x 2 x d``, the items of comparisons, checked."""
+    def _answers(
+        self, X: Tensor, Y: Tensor, ties: Tensor | None, ratings: Tensor | None
+    ) -> Answers:
+        """Comparisons and ratings of items, checked."""
         check_points(X, self.num_inputs, "X")
         check_finite(X, "X", -2)
         X = self.in_precision(X)
-        return compared_items(X, check_comparisons(Y, X.shape[-2], "Y").to(X.device))
+        Y = check_comparisons(Y, X.shape[-2], "Y")
+        return Answers.of(self.likelihood, X, Y, ties, ratings)
 
     @writes
     def set_train_data(
@@ -256,21 +296,25 @@ class PreferenceGP(SequentialGP):
         comparisons: Tensor | None = None,
         strict: bool = False,
         update_model: bool = True,
+        ties: Tensor | None = None,
+        ratings: Tensor | None = None,
     ) -> None:
-        """Replace all comparisons.
+        """Replace all comparisons, and all ratings.
 
         Args:
             datapoints: ``batch_shape x n x d`` items.
             comparisons: ``batch_shape x k x 2`` indices of them. If either is ``None``, nothing
                 happens, as in `PairwiseGP`.
-            strict: Whether there must be as many comparisons as before.
+            strict: Whether there must be as many comparisons and ratings as before.
             update_model: Whether to compute the posterior.
+            ties: ``batch_shape x k``, which of the comparisons are ties.
+            ratings: ``n`` ratings of the items, NaN for those that were not rated.
         """
         if datapoints is None or comparisons is None:
             return
         ranks = self.variational_strategy.ranks
         with ranks.together():
-            data = self.checked(datapoints, comparisons, None, {})
+            data = self.checked(datapoints, comparisons, None, {"ties": ties, "ratings": ratings})
             number = ranks.total(len(data))
             if strict and number != self.num_data:
                 raise ValueError(f"comparisons: expected {self.num_data}, got {number}.")
@@ -324,8 +368,35 @@ class PreferenceGP(SequentialGP):
             True
         """
         return ObservationPosterior(
-            GPyTorchPosterior(self._differences(X)), self.likelihood, {}, False
+            GPyTorchPosterior(self._differences(X)), self.comparison_likelihood, {}, False
         )
+
+    @reads
+    def predicted_ratings(self, X: Tensor) -> ObservationPosterior:
+        """The posterior over ratings of ``... x q x d`` items, jointly.
+
+        Args:
+            X: The items.
+
+        Example:
+            >>> import torch
+            >>> from seqgp import PreferenceGP
+            >>> items = torch.linspace(0, 1, 4, dtype=torch.double).unsqueeze(-1)
+            >>> pairs = torch.tensor([[1, 0], [2, 1]])
+            >>> ratings = torch.tensor([1.0, 2.0, torch.nan, torch.nan])
+            >>> model = PreferenceGP(items, pairs, ratings=ratings)
+            >>> rating = model.predicted_ratings(items).mean.squeeze(-1)
+            >>> bool(rating[2] > rating[1] > rating[0])
+            True
+        """
+        likelihood = self.rating_likelihood
+        if likelihood is None:
+            raise RuntimeError(
+                "The model has no likelihood of ratings; build it with "
+                "rating_likelihood=seqgp.RatingLikelihood()."
+            )
+        utilities: Any = self.posterior(X)
+        return ObservationPosterior(utilities, likelihood, {}, False)
 
     def _differences(self, X: Tensor) -> MultivariateNormal:
         """The posterior of the differences that are compared, ``... x k``, as `answers` has them.
@@ -340,7 +411,7 @@ class PreferenceGP(SequentialGP):
         posterior: Any = self.posterior(X)
         f = posterior.distribution
         k = X.shape[-2] // 2
-        c = difference_coefficients(self.likelihood, f.mean.new_empty(k, 2, 1))
+        c = difference_coefficients(self.comparison_likelihood, f.mean.new_empty(k, 2, 1))
         mean = (f.mean.unflatten(-1, (k, 2)) * c).sum(-1)
         S = f.covariance_matrix.unflatten(-1, (k, 2)).unflatten(-3, (k, 2))  # k x 2 x k x 2
         covariance = torch.einsum("...iajb,ia,jb->...ij", S, c, c)
@@ -359,12 +430,15 @@ class PreferenceGP(SequentialGP):
             ties: ``... x k``, which of the comparisons are ties.
             arguments: There are none.
         """
-        pairs = self._compared(X, targets)
-        answers = outcomes(self.likelihood, pairs, ties)
+        check_points(X, self.num_inputs, "X")
+        check_finite(X, "X", -2)
+        X, likelihood = self.in_precision(X), self.comparison_likelihood
+        pairs = compared_items(X, check_comparisons(targets, X.shape[-2], "Y").to(X.device))
+        answers = outcomes(likelihood, pairs, ties)
         # Each by itself: pairs are a batch, so that covariances between them are not formed.
         h = self._differences(pairs)
         mean, variance = h.mean.squeeze(-1), h.variance.squeeze(-1)
-        return log_predictive(self.likelihood, answers, mean, variance, **arguments)
+        return log_predictive(likelihood, answers, mean, variance, **arguments)
 
     # ---------------------------------------------------------------- conditioning
 
@@ -375,6 +449,7 @@ class PreferenceGP(SequentialGP):
         Y: Tensor,
         noise: Tensor | None = None,
         ties: Tensor | None = None,
+        ratings: Tensor | None = None,
         **kwargs: Any,
     ) -> PreferenceGP:
         """A model of the same type that knows more comparisons; this one is unchanged.
@@ -385,6 +460,7 @@ class PreferenceGP(SequentialGP):
                 broadcast.
             noise: Not for comparisons.
             ties: ``... x k``, which of the comparisons are ties.
+            ratings: ``n`` ratings of the items, NaN for those that were not rated.
             kwargs: ``fixed_inducing``, ``tol`` and ``max_steps`` as for `SequentialGP`.
 
         Example:
@@ -398,18 +474,16 @@ class PreferenceGP(SequentialGP):
         """
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
-        pairs = self._compared(X, Y)
-        return self._conditioned(pairs, outcomes(self.likelihood, pairs, ties), **kwargs)
+        return self._conditioned(self._answers(X, Y, ties, ratings), **kwargs)
 
-    def _conditioned(self, pairs: Tensor, answers: Tensor, **kwargs: Any) -> PreferenceGP:
-        """Conditioned on answers ``... x k`` about pairs of items ``... x k x 2 x d``."""
-        points = pairs.flatten(-3, -2)
-        inputs = self._observed_at(points).unflatten(-2, pairs.shape[-3:-1])
+    def _conditioned(self, answers: Answers, **kwargs: Any) -> PreferenceGP:
+        """Conditioned on answers."""
+        self._leave_train_mode()
+        points = answers.inputs.flatten(-3, -2)
+        inputs = self._observed_at(points).unflatten(-2, answers.inputs.shape[-3:-1])
+        options: dict[str, Any] = {**answers.arguments, **kwargs}
         model: PreferenceGP = self.variational_strategy.get_fantasy_model(
-            inputs,
-            answers,
-            coefficients=difference_coefficients(self.likelihood, inputs),
-            **kwargs,
+            inputs, answers.targets, coefficients=answers.coefficients, **options
         )
         model.conditioned_inputs = (*self.conditioned_inputs, points.detach())
         self.guard.sharers.add(model)
@@ -451,7 +525,9 @@ class PreferenceGP(SequentialGP):
         with fantasize_flag(), torch.no_grad():
             drawn = sampler(self.answers(X)).squeeze(-1)
         X = self.in_precision(X)
-        return self._conditioned(X.unflatten(-2, (-1, 2)), drawn, **kwargs)
+        duels = torch.arange(X.shape[-2], device=X.device).reshape(-1, 2)
+        answers = Answers.of(self.likelihood, X, duels)
+        return self._conditioned(replace(answers, targets=drawn), **kwargs)
 
     # ---------------------------------------------------------------- housekeeping
 

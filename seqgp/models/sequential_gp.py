@@ -124,8 +124,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       that hyperparameters, noise or the input transform have been set.
     * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. So
       does a loop of your own, the latter only for Gaussian observations of which none has been
-      discarded. In train mode the model returns its posterior; other objectives for exact GPs,
-      which expect the prior, raise.
+      discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
+      observations with an inducing point at each.
+    * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
+      train mode a call returns the posterior, where exact GPs return the prior.
     * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
       are those of the first data.
     * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
@@ -299,6 +301,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.to(train_X)
             self.eval()
             check_bound(self.refresh(), "train_Y")
+        self.train()  # as BoTorch's models are, until something is predicted or learnt
 
     def _put_on_seen_values(self, X: Tensor) -> None:
         """What a user's allocator has chosen for raw inputs, with values of discrete columns."""
@@ -624,9 +627,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     # ---------------------------------------------------------------- the model
 
     @mean_and_kernel
-    def forward(self, X: Tensor) -> MultivariateNormal:
+    def prior_at(self, X: Tensor) -> MultivariateNormal:
         """The prior at transformed inputs ``... x n x d``."""
         return MultivariateNormal(self.mean_module(X), self.covar_module(X))
+
+    def forward(self, X: Tensor) -> MultivariateNormal:
+        """The prior at raw inputs in train mode, at transformed ones in eval mode, as in BoTorch.
+
+        Args:
+            X: ``... [x m] x n x d`` inputs.
+        """
+        return self.prior_at(self.transform_inputs(X) if self.training else X)
 
     @reads
     def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
@@ -664,6 +675,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def eval(self) -> SequentialGP:
         """Set eval mode."""
         return self.train(False)
+
+    def _leave_train_mode(self) -> None:
+        """Set eval mode for predictions, and for what is learnt without a training loop."""
+        if self.training:
+            self.eval()
 
     @reads
     def posterior(  # type: ignore[override]
@@ -721,8 +737,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             )
         if not self.has_output_dim and isinstance(X, Tensor):
             arguments = self._per_point(arguments, torch.Size([*X.shape[:-1], 1]))
-        if self.training:
-            self.eval()
+        self._leave_train_mode()
         X = self._predicted_at(X)
         with gpt_posterior_settings():
             # Which raises if batch shapes do not fit.
@@ -897,7 +912,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_steps(tol, max_steps)
         stream, strategy = self.stream, self.variational_strategy
         data = replace(self.transformed(stream.observations), weights=stream.weights)
-        with strategy.ranks.together(), step_limit(max_steps) as limit:
+        before = {} if strategy.ranks.alone else strategy.tensors()
+        restore = partial(strategy.set_tensors, before)
+        with strategy.ranks.all_or_none(restore), step_limit(max_steps) as limit:
             info = strategy.converge(
                 data,
                 likelihood=self.likelihood,
@@ -1053,8 +1070,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             if stream.shard is not None and ranks.total(len(changed) != len(held)):
                 shard = Shard.begin(len(changed), fade.device, ranks)
                 stream = replace(stream, shard=shard).noting_noise()
-            ranks.agree()
-        self.stream = stream
+            ranks.commit(lambda: setattr(self, "stream", stream))
 
     # ---------------------------------------------------------------- streaming
 
@@ -1152,6 +1168,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             discount=discount,
             site_steps=site_steps,
         )
+        self._leave_train_mode()
         return update(self, X, Y, noise, arguments, mode, options)
 
     def update_stream(
@@ -1245,6 +1262,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                     raise ValueError(
                         f"fade: expected {len(known)} numbers above 0, up to 1, got {fade!r:.80}."
                     )
+            self._leave_train_mode()
             forget(self, known, fade)
 
     @property
@@ -1390,6 +1408,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_Y(X, Y, "X", "Y", self.num_columns, self.likelihood, broadcasts=True)
         check_steps(kwargs.get("tol", 0.0), kwargs.get("max_steps"))
         check_flag(kwargs.get("fixed_inducing", False), "fixed_inducing")
+        self._leave_train_mode()
         X = self.in_precision(X)
         X_tf = self._observed_at(X)
         if hasattr(self, "outcome_transform"):
@@ -1479,6 +1498,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             kwargs: As for `condition_on_observations`.
         """
         check_points(inputs, self.num_inputs, "inputs")
+        self._leave_train_mode()
         inputs = self.in_precision(inputs)
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs
@@ -1517,6 +1537,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             kwargs: Further arguments of the constructor.
         """
         return {**super().construct_inputs(training_data), **kwargs}
+
+    @property
+    def output_likelihood(self) -> Likelihood:
+        """The likelihood of the observations that the posterior is about."""
+        return self.likelihood
 
     @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:
@@ -1575,6 +1600,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             (0.3, 20)
         """
         load_state(self, state_dict, strict, keep_transforms, assign)
+        if keep_transforms:
+            for transform in ("input_transform", "outcome_transform"):
+                if hasattr(self, transform):
+                    getattr(self, transform).eval()
 
     def unshare(self, memo: dict[int, Any] | None = None) -> None:
         """Make copies of what a fantasy shares with its parent, before either is changed.
@@ -1615,11 +1644,20 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         probe = self.stream.observations.targets[..., :0]
         converted = fn(probe)
         converts = converted.dtype != probe.dtype or converted.device != probe.device
-        if converts and self.variational_strategy.is_fantasy:
+        strategy = self.variational_strategy
+        if converts and strategy.is_fantasy:
             self.unshare()
+        known = strategy.is_fantasy or strategy.has_summary
+        covers = converts and not known and self.inducing_points_cover_data
         self.stream = self.stream.to(fn)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)
+        if covers and strategy.ranks.alone and not self.inducing_points_cover_data:
+            # Inputs that have been transformed and then converted are not quite those that have
+            # been converted and then transformed.
+            X = self.transform_train_inputs(self.stream.observations.points).detach()
+            strategy.start_from(X.reshape(strategy.inducing_points.shape))
+            self.refresh()
         if self.settled_at:
             self.note_hyperparameters()
         return self

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from botorch.models.kernels.positive_index import PositiveIndexKernel
 from botorch.models.transforms.outcome import StratifiedStandardize
+from gpytorch.kernels import Kernel
 from gpytorch.means import Mean, MultitaskMean
 from gpytorch.priors import Prior
 from torch import Tensor
 
-__all__ = ["TaskKernel", "TaskMean", "TaskStandardize"]
+__all__ = ["LoadingKernel", "TaskKernel", "TaskMean", "TaskStandardize"]
 
 
 def task_index(values: Tensor, tasks: Tensor) -> Tensor:
@@ -88,6 +89,8 @@ class TaskKernel(PositiveIndexKernel):
         task_values: The values of all tasks, in ascending order.
         rank: That of the covariance.
         task_prior: The prior of the correlations of tasks.
+        part: Which of several kernels this is, and how many there are. Several kernels have scales
+            of their own, and start with different correlations, and with a sum of variance one.
         options: As for `PositiveIndexKernel`.
     """
 
@@ -96,8 +99,11 @@ class TaskKernel(PositiveIndexKernel):
         task_values: Sequence[int],
         rank: int,
         task_prior: Prior | None = None,
+        part: tuple[int, int] = (0, 1),
         **options: Any,
     ) -> None:
+        q, number = self.part = part
+        options.setdefault("unit_scale_for_target", number == 1)
         super().__init__(num_tasks=len(task_values), rank=rank, **options)
         if task_prior is not None:  # BoTorch registers it with lambdas, which cannot be pickled
             name = "IndexKernelPrior"
@@ -105,9 +111,13 @@ class TaskKernel(PositiveIndexKernel):
         self.register_buffer("task_values", torch.tensor([float(t) for t in task_values]))
         # BoTorch's is random. All starts are alike here, so that a fit does not depend on luck.
         with torch.no_grad():
-            self.raw_var.fill_(0.0)
+            self.raw_var.fill_(float(q))
             spread = 0.1 * torch.eye(len(task_values), rank)
             self.raw_covar_factor.copy_(0.5 + spread.to(self.raw_covar_factor))
+            if number > 1:
+                share = self.covar_matrix.diagonal().mean() * number
+                self.initialize(var=self.var / share)
+                self.covar_factor = self.covar_factor / share.sqrt()
 
     @property
     def correlations(self) -> Tensor:
@@ -136,6 +146,77 @@ def _correlations(kernel: TaskKernel) -> Tensor:
 
 def _set_correlations(kernel: TaskKernel, value: Tensor) -> None:
     kernel.correlations = value
+
+
+class LoadingKernel(Kernel):
+    r"""A latent function that tasks share, each with a weight: :math:`k(t, t') = w_t w_{t'}`.
+
+    Weights may be negative, and so may correlations of tasks. Some of them may be held fixed: a
+    weight of zero says that the function is no part of a task.
+
+    Args:
+        task_values: The values of all tasks, in ascending order.
+        loadings: Their initial weights.
+        fixed: Values of tasks whose weights are not learnt.
+        loading_prior: The prior of those that are.
+        options: As for `Kernel`.
+
+    Example:
+        >>> kernel = LoadingKernel([0, 1], [1.0, -0.5], fixed=[0])
+        >>> kernel(torch.tensor([[0.0], [1.0]])).to_dense().detach()
+        tensor([[ 1.0000, -0.5000],
+                [-0.5000,  0.2500]])
+    """
+
+    task_values: Tensor
+    initial: Tensor
+    is_learnt: Tensor
+
+    def __init__(
+        self,
+        task_values: Sequence[int],
+        loadings: Sequence[float],
+        fixed: Sequence[int] = (),
+        loading_prior: Prior | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if len(loadings) != len(task_values) or set(fixed) - set(task_values):
+            raise ValueError(
+                f"loadings: expected one for each of the tasks {list(task_values)}, some of them "
+                f"fixed, got {list(loadings)} with {list(fixed)} fixed."
+            )
+        values = torch.tensor([float(t) for t in task_values])
+        initial = torch.tensor([float(w) for w in loadings], dtype=torch.get_default_dtype())
+        is_learnt = torch.tensor([t not in fixed for t in task_values])
+        self.register_buffer("task_values", values)
+        self.register_buffer("initial", initial)
+        self.register_buffer("is_learnt", is_learnt)
+        if is_learnt.any():
+            self.raw_loadings = torch.nn.Parameter(initial[is_learnt].clone())
+            if loading_prior is not None:
+                self.register_prior("loading_prior", loading_prior, "raw_loadings")
+
+    @property
+    def loadings(self) -> Tensor:
+        """The weights of all tasks, ``t``."""
+        if not self.is_learnt.any():
+            return self.initial
+        return self.initial.masked_scatter(self.is_learnt, self.raw_loadings)
+
+    @property
+    def covar_matrix(self) -> Tensor:
+        """``t x t``, the covariance of the tasks."""
+        return self.loadings.unsqueeze(-1) * self.loadings
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        """The covariance of the tasks with values ``... x n x 1`` and ``... x n' x 1``."""
+        first, second = (
+            self.loadings[task_index(x, self.task_values).squeeze(-1)] for x in (x1, x2)
+        )
+        if diag:
+            return first * second
+        return first.unsqueeze(-1) * second.unsqueeze(-2)
 
 
 class TaskMean(Mean):

@@ -194,7 +194,7 @@ def weighted_bound(
         weights: ``n`` weights of the observations.
     """
     strategy = model.variational_strategy
-    prior = strategy.model.forward(strategy.inducing_points)
+    prior = strategy.prior_at(strategy.inducing_points)
     chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), strategy.jitter_val)
     half = solve_lower(chol, tied.B)
     duals = Duals(

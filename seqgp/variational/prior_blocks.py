@@ -112,6 +112,23 @@ def joint_prior(
     return prior if coefficients is None else _contract(prior, forward, right, coefficients)
 
 
+def prior_of(model: Any) -> Forward:
+    """The prior of a model at inputs as its strategy sees them.
+
+    It is what ``forward`` returns. A model whose ``forward`` is for others (BoTorch's transform the
+    inputs in train mode) has a method ``prior_at`` beside it; classes that override ``forward``
+    mean that one.
+
+    Args:
+        model: The model.
+    """
+    for kind in type(model).__mro__:
+        for name in ("prior_at", "forward"):
+            if name in vars(kind):
+                return getattr(model, name)
+    raise AttributeError(f"{type(model).__name__} has no method forward.")
+
+
 def mean_and_kernel(forward: F) -> F:
     """Marks a ``forward`` that is a ``mean_module`` and a ``covar_module``, and nothing else.
 

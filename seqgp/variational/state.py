@@ -49,7 +49,7 @@ from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
-from seqgp.variational.prior_blocks import joint_prior
+from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of
 
 #: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
 #: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
@@ -377,6 +377,11 @@ class DualState(_VariationalStrategy):
             self._floating = None
         self.clear_cache()
 
+    @property
+    def prior_at(self) -> Forward:
+        """The model's prior at inputs as this strategy sees them."""
+        return prior_of(self.model)
+
     # ---------------------------------------------------------------- training loops
 
     def attach(self, leaves: Leaves) -> None:
@@ -422,7 +427,7 @@ class DualState(_VariationalStrategy):
         if self._floating is None:
             return
         with _eval_mode(self.model):
-            prior = self.model.forward(self.inducing_points)
+            prior = self.prior_at(self.inducing_points)
         chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
         self.reference_points = self.inducing_points.detach().clone()
         self.reference_mean, self.reference_chol = prior.mean.clone(), chol
@@ -477,7 +482,7 @@ class DualState(_VariationalStrategy):
         """
         leaves = self.leaves()
         if leaves is not None:
-            prior = self.model.forward(self.placed_points)
+            prior = self.prior_at(self.placed_points)
             return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
         if self.training:
             _check_prior_is_a_function(self.model)
@@ -554,7 +559,7 @@ class DualState(_VariationalStrategy):
         K = to_dense(prior.lazy_covariance_matrix)
         if self.stays(Z):
             return self.basis(Z, K, prior.mean)
-        joint = joint_prior(self.model.forward, Z, self.reference_points, shared=False)
+        joint = joint_prior(self.prior_at, Z, self.reference_points, shared=False)
         covariance = to_dense(joint.covariance()) if self.has_summary else None
         return self.basis(Z, K, joint.mean, joint.cross, covariance)
 
@@ -594,7 +599,7 @@ class DualState(_VariationalStrategy):
 
     def build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
-        prior = self.model.forward(Z) if prior is None else prior
+        prior = self.prior_at(Z) if prior is None else prior
         chol, basis = self._change_of_basis(Z, prior)
         duals = moved(Duals(self.dual_lam, self.dual_B), basis)
         shared = prior.batch_shape.numel() == 1
@@ -741,7 +746,7 @@ class DualState(_VariationalStrategy):
         try:
             with _eval_mode(self.model):
                 state = self.state()
-                K = to_dense(self.model.forward(self.inducing_points).lazy_covariance_matrix)
+                K = to_dense(self.prior_at(self.inducing_points).lazy_covariance_matrix)
         except RuntimeError:  # of modules that have been converted before
             return None
         if K.dtype != self.dual_B.dtype:

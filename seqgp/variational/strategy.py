@@ -428,7 +428,7 @@ class DualVariationalStrategy(DualState):
         Z = self.placed_points
         stays = past is None or self.stays(Z)
         return Setting(
-            self.model.forward,
+            self.prior_at,
             Z,
             self.jitter_val,
             self.num_latents,
@@ -747,14 +747,14 @@ class DualVariationalStrategy(DualState):
         if x.shape[-1] != self.inducing_points.shape[-1]:
             check_inputs(x, self.inducing_points.shape[-1], "x")
         if prior:
-            prior_f = self.model.forward(self._with_latents(x))
+            prior_f = self.prior_at(self._with_latents(x))
             return self._distribution(prior_f.mean, prior_f.lazy_covariance_matrix)
         self.variational_params_initialized.fill_(1)
         return self.forward(x, diag_only=self.training and diag)
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
-        x, forward = self._with_latents(x), self.model.forward
+        x, forward = self._with_latents(x), self.prior_at
         if not self.training:
             # The covariance, and gradients, may be evaluated when the model has moved on.
             forward = frozen_prior(forward)
@@ -889,7 +889,7 @@ class DualVariationalStrategy(DualState):
         x, c = self._with_latents(data.points), data.coefficients
         if c is not None and self.num_latents is not None:
             c = c.unsqueeze(-3)
-        return joint_prior(self.model.forward, self.placed_points, x, shared, coefficients=c)
+        return joint_prior(self.prior_at, self.placed_points, x, shared, coefficients=c)
 
     def whitened(self, chol: Tensor, shared: bool, data: Observations) -> Whitened:
         """What the inducing points know of the functionals that are observed.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seqgp import PreferenceGP
 from seqgp.acquisition import InformationAboutBest
-from tests.models.test_preference_gp import make, problem
+from tests.models.test_preference_gp import LOG_CDF, make, problem
 
 pytestmark = pytest.mark.usefixtures("float64")
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.double)
@@ -87,6 +87,29 @@ def test_information_about_best() -> None:
     torch.testing.assert_close(information(same), torch.zeros(1), rtol=0, atol=1e-9)
     assert bool((values > 0).all())
     assert bool((values < math.log(2)).all())
+
+
+@pytest.mark.parametrize("link", ["probit", "logit"])
+def test_information_by_integration(link: str) -> None:
+    """Of two items, the better one is the sign of a difference: integrals in two dimensions."""
+    X, Y = problem()
+    model = make(X, Y[:8], link)
+    items, new = X[:2], torch.rand(1, 2)
+    with torch.no_grad():
+        value = InformationAboutBest(model, items, 2**15)(torch.cat([items[:1], new]).unsqueeze(0))
+        f = model.posterior(torch.cat([items, new])).distribution
+    D = torch.tensor([[1.0, -1.0, 0.0], [1.0, 0.0, -1.0]])
+    joint = torch.distributions.MultivariateNormal(D @ f.mean, D @ f.covariance_matrix @ D.mT)
+    # The grid has no point at zero, where the better item changes.
+    axis = torch.linspace(-8, 8, 1600)
+    h = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
+    p = joint.log_prob(h).flatten().softmax(0).reshape(1600, 1600)
+    won = p * LOG_CDF[link](h[..., 1]).exp()
+    table = torch.stack([won, p - won]).unflatten(1, (2, 800)).sum((2, 3))
+    independent = table.sum(0) * table.sum(1, keepdim=True)
+    expected = torch.xlogy(table, table / independent).sum()
+    # 32,768 quasi-random samples, of which the answer is averaged.
+    torch.testing.assert_close(value.squeeze(), expected, rtol=0, atol=5e-5)
 
 
 def test_bad_input() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from seqgp import SequentialGP
 from seqgp.acquisition import LogValidExpectedImprovement
 from seqgp.ax.acquisition import CLEARANCE, TimesValidity
+from seqgp.ax.correlated import CorrelatedAcquisition, CorrelatedValidity
 from seqgp.ax.model import AxSequentialGP
 from seqgp.batch_optimizer import BatchOptimizer
 from tests.ax_integration.helpers import make_client, run
@@ -135,3 +136,46 @@ def test_validity_is_that_of_the_loop() -> None:
     x = torch.rand(50, 2, dtype=torch.double)
     ours, theirs = model.posterior(x).mean.squeeze(-1), loop.probability_of_validity(x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
+
+
+def test_validity_learns_from_the_objective() -> None:
+    """Trials fail where the objective is high: near the data of the objective there is no failure.
+
+    With a weight of zero, the model is the one that knows of validity alone.
+    """
+    X = torch.rand(30, 2, dtype=torch.double)
+    Y = torch.sin(4 * X[:, :1]) + X[:, 1:]
+    valid = (Y < 1.0).to(X)
+    mine = valid[:, 0] == 1
+    objective = AxSequentialGP(X[mine], Y[mine])
+    validity = AxSequentialGP(X[::2], valid[::2], likelihood_name="bernoulli", jumps=True)
+    for model in (objective, validity):
+        model.learn()
+    both = CorrelatedValidity(objective, validity)
+    x = torch.rand(40, 2, dtype=torch.double)
+    loading = both.model.covar_module.kernels[0].kernels[1]
+    assert loading.loadings[1] < 0  # of the objective in the latent function of validity
+    with torch.no_grad():
+        before = both.posterior(x).mean
+        loading.raw_loadings.zero_()
+        for own, alone in (
+            (both.model.covar_module.kernels[1].kernels[0], validity.covar_module),
+            (both.model.mean_module.means.base_means[1], validity.mean_module),
+        ):
+            own.load_state_dict(alone.state_dict(), strict=False)  # active dimensions
+        alone = validity.posterior(x).latent
+        # Sites of the two are iterated until they have converged, from different starts.
+        torch.testing.assert_close(both.posterior(x).mean, alone.mean, atol=1e-4, rtol=1e-4)
+    assert (before - alone.mean).abs().max() > 1e-2
+    acqf = TimesValidity(LogExpectedImprovement(objective, 0.5), both, X[~mine], BOUNDS)
+    assert acqf(x.unsqueeze(-2)).isfinite().all()
+
+
+@pytest.mark.slow
+def test_client_with_correlated_validity() -> None:
+    client = make_client("z", num_initial=4, correlated=True)
+    run(client, lambda p: "failed" if p["x"] > 0.5 else {"z": p["y"]}, 7)
+    adapter: Any = client._generation_strategy.adapter
+    acquisition = adapter.generator._acquisition
+    assert isinstance(acquisition, CorrelatedAcquisition)
+    assert isinstance(acquisition.validity_model, CorrelatedValidity)

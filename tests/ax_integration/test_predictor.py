@@ -19,8 +19,10 @@ def make(kind: str, n: int = 40) -> SequentialGP:
     X = torch.rand(n, 3, dtype=torch.double)
     f = torch.sin(5 * X).sum(-1, keepdim=True)
     if kind == "bernoulli":
-        return SequentialGP(X, (f > 1).to(X), likelihood=BernoulliLikelihood(), inducing_points=15)
-    return SequentialGP(X, f, inducing_points=n if kind == "all inputs" else 15)
+        model = SequentialGP(X, (f > 1).to(X), likelihood=BernoulliLikelihood(), inducing_points=15)
+    else:
+        model = SequentialGP(X, f, inducing_points=n if kind == "all inputs" else 15)
+    return model.eval()
 
 
 @pytest.mark.parametrize("kind", ["all inputs", "fewer", "bernoulli"])

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ax.adapter.torch import TorchAdapter
+from ax.core.auxiliary import AuxiliaryExperiment, AuxiliaryExperimentPurpose
+from ax.core.experiment import Experiment
+from ax.core.objective import Objective
+from ax.core.optimization_config import PreferenceOptimizationConfig
 from ax.core.search_space import SearchSpaceDigest
+from ax.generators.torch.botorch_modular.generator import BoTorchGenerator
 from ax.generators.torch.botorch_modular.surrogate import Surrogate, SurrogateSpec
 from ax.generators.torch.botorch_modular.utils import ModelConfig
+from ax.utils.testing.preference_stubs import get_pbo_experiment
 from botorch.models import ModelListGP, PairwiseGP
 from botorch.utils.containers import SliceContainer
 from botorch.utils.datasets import RankingDataset
 
 from seqgp import DualELBO, PreferenceGP
+from seqgp.ax import preference_spec
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -43,3 +51,61 @@ def test_surrogate_of_comparisons() -> None:
     ignored = Surrogate(surrogate_spec=SurrogateSpec(model_configs=ours))
     ignored.fit(datasets=[data], search_space_digest=space)
     assert type(ignored.model) is PairwiseGP
+
+
+def adapter_of(experiment: Experiment) -> TorchAdapter:
+    """The one line that a user changes is the last argument."""
+    return TorchAdapter(
+        experiment=experiment,
+        data=experiment.lookup_data(),
+        fit_tracking_metrics=False,
+        generator=BoTorchGenerator(surrogate_spec=preference_spec()),
+    )
+
+
+def test_preferential_optimization() -> None:
+    """Arms are compared, and nothing else is measured: Ax asks for the next pair."""
+    experiment = get_pbo_experiment(num_experimental_metrics=0, num_experimental_trials=0)
+    adapter = adapter_of(experiment)
+    (model,) = adapter.generator.surrogate.model.models
+    assert type(model) is PreferenceGP
+    assert len(model.comparisons) == 8
+    (arm, other) = adapter.gen(n=2).arms
+    assert arm.parameters != other.parameters
+    assert all(10 <= float(value) <= 30 for value in arm.parameters.values())  # type: ignore
+
+
+def test_preference_exploration() -> None:
+    """Outcomes of an experiment are compared in an auxiliary one, and the utility is optimised."""
+    outcomes = ["metric1", "metric2"]
+    compared = get_pbo_experiment(
+        num_parameters=2,
+        num_experimental_metrics=0,
+        parameter_names=outcomes,
+        num_experimental_trials=0,
+        unbounded_search_space=True,
+        experiment_name="compared",
+    )
+    objective = Objective(
+        expression=", ".join(outcomes), metric_name_to_signature={name: name for name in outcomes}
+    )
+    experiment = get_pbo_experiment(
+        num_experimental_metrics=2,
+        tracking_metric_names=outcomes,
+        num_experimental_trials=4,
+        num_preference_trials=0,
+        num_preference_trials_w_repeated_arm=0,
+        optimization_config=PreferenceOptimizationConfig(
+            objective=objective,
+            preference_profile_name="compared",
+        ),
+    )
+    experiment.add_auxiliary_experiment(
+        purpose=AuxiliaryExperimentPurpose.PE_EXPERIMENT,
+        auxiliary_experiment=AuxiliaryExperiment(experiment=compared),
+    )
+    adapter = adapter_of(experiment)
+    assert len(adapter.generator.surrogate.model.models) == 2
+    acquisition_input = adapter.generator.surrogate._submodels
+    assert type(acquisition_input[("pairwise_pref_query",)]) is PreferenceGP
+    assert len(adapter.gen(n=1).arms) == 1

@@ -24,7 +24,9 @@ def test_quick(tmp_path: Path) -> None:
     printed = command("preferences", "--quick", "--out", str(tmp_path))
     assert "| 20 | 2 | PreferenceGP |" in printed
     units = json.loads((tmp_path / "preferences-quick.json").read_text())["units"]
-    assert len(units) == 4
+    assert len(units) == 5
+    exact = units["mcmc/n=20/d=2/seed0"]
+    assert abs(exact["ours"] - exact["mcmc"]) < 0.05
     for way in ("ours", "pairwise"):
         unit = units[f"{way}/n=20/d=2/seed0"]
         assert -0.7 < unit["density"] < 0

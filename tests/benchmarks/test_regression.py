@@ -38,6 +38,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return printed, json.loads((directory / "regression-quick.json").read_text())
 
 
+@pytest.mark.slow
 def test_all_rows_are_measured(quick: tuple[str, dict[str, Any]]) -> None:
     printed, result = quick
     assert {regression.row_of(key) for key in result["units"]} == set(regression.ROWS.values())
@@ -49,6 +50,7 @@ def test_all_rows_are_measured(quick: tuple[str, dict[str, Any]]) -> None:
         assert all(value > 0 for value in unit["processor_seconds"].values())
 
 
+@pytest.mark.slow
 def test_a_tree_computes_what_it_computes_itself(quick: tuple[str, dict[str, Any]]) -> None:
     """Compared with itself: two processes, the same numbers, bit by bit."""
     compared = 0
@@ -62,6 +64,7 @@ def test_a_tree_computes_what_it_computes_itself(quick: tuple[str, dict[str, Any
     assert compared == len(quick[1]["units"]) - 1  # all but the import
 
 
+@pytest.mark.slow
 def test_rivals_compute_the_same(quick: tuple[str, dict[str, Any]]) -> None:
     units = quick[1]["units"]
     rmse = units["hartmann6/n=20/seed0"]["facts"]
@@ -152,6 +155,7 @@ def test_each_round_starts_from_the_same_stream() -> None:
     assert first["before_mean"] != first["after_mean"]
 
 
+@pytest.mark.slow
 def test_worker_sees_its_own_tree(tmp_path: Path) -> None:
     """A tree whose model can do nothing: errors come back, prints do not get in the way."""
     (tmp_path / "seqgp").mkdir()

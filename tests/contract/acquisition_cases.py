@@ -263,9 +263,8 @@ CASES: dict[str, Case] = {
         lambda f, m: f(m, make_inputs(3, D), torch.tensor([[0.9], [1.1], [0.8]])),
         q=2,
         fixed_noise=True,
-        compares=False,
-        note="`SingleTaskGP` takes the noise of the optimal values, next to nothing, for that of "
-        "observations to come (known noise), or the other way round (inferred noise).",
+        note="Compared with known noise. With inferred noise, the mean of a `SingleTaskGP` that is "
+        "conditioned on optimal values is that of values with this noise.",
     ),
     "qPredictiveEntropySearch": Case(lambda f, m: f(m, make_inputs(3, D)), q=2, tol=1e-4),
     # ------------------------------------------------------------ several objectives

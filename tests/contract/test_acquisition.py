@@ -53,12 +53,3 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         up, down = (value(acquisition, X + sign * step * direction) for sign in (1, -1))
     slope = (up - down).sum() / (2 * step)
     assert_close((gradient * direction).sum(), slope, 1e-4)
-
-
-def test_joint_entropy_search() -> None:
-    """With known noise, conditioned models of both take the last noise for observations to come."""
-    case = CASES["qJointEntropySearch"]
-    ours, exact = case.models()
-    X = case.inputs()
-    found, expected = (value(build("qJointEntropySearch", model), X) for model in (ours, exact))
-    assert_close(found, expected)

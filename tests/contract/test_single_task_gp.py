@@ -223,13 +223,38 @@ def test_built_from_a_data_set() -> None:
 
 
 def test_modes() -> None:
-    """Predictions put a model into eval mode; `train` and `eval` return it."""
+    """A new model is in train mode, after a prediction it is not; `train` and `eval` return it."""
+    X = make_inputs(8, 2)
+    assert all(kind(X, X[:, :1]).training for kind in (SequentialGP, SingleTaskGP))
     for model in models((), 1, False):
         assert model.train() is model
         assert model.training
         model.posterior(make_inputs(3, 2))
         assert not model.training
         assert model.eval() is model
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_transforms_after_loading(keep: bool) -> None:
+    """Those that have been kept do not learn other statistics, also in train mode."""
+    X, learns = make_inputs(8, 2), []
+    for kind in (SequentialGP, SingleTaskGP):
+        model = kind(X, X[:, :1], input_transform=Normalize(2), outcome_transform=Standardize(1))
+        model.load_state_dict(copy.deepcopy(model.state_dict()), keep_transforms=keep)
+        learns.append((model.input_transform.training, model.outcome_transform.training))
+    assert learns[0] == learns[1] == (not keep, not keep)
+
+
+@each_shape
+@pytest.mark.parametrize("training", [True, False])
+def test_prior(batch_shape: tuple[int, ...], outputs: int, known: bool, training: bool) -> None:
+    """Of training inputs, which are raw in train mode and transformed in eval mode."""
+    ours, exact = (
+        model.train(training).forward(*model.train_inputs)
+        for model in models(batch_shape, outputs, known)
+    )
+    assert_close(ours.mean, exact.mean)
+    assert_close(ours.covariance_matrix, exact.covariance_matrix)
 
 
 def test_positional_arguments() -> None:
@@ -247,3 +272,15 @@ def test_single_precision() -> None:
     model = SequentialGP(X, X.sum(-1, keepdim=True))
     assert model.posterior(X).mean.dtype == torch.float32
     assert model.double().posterior(X.double()).mean.dtype == torch.float64
+
+
+def test_converted_models_stay_exact() -> None:
+    """Inducing points are the inputs that a transform makes of converted ones, to the last bit."""
+    X = (5 * make_inputs(8, 2)).float()
+    models = [
+        kind(X, X[:, :1].sin(), input_transform=Normalize(2)).double()
+        for kind in (SequentialGP, SingleTaskGP)
+    ]
+    assert models[0].inducing_points_cover_data
+    test = make_inputs(3, 2)
+    assert_same(*(model.eval().posterior(test) for model in models))

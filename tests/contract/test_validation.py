@@ -56,8 +56,9 @@ def test_batch_cross_validation() -> None:
         for kind in (SequentialGP, SingleTaskGP)
     ]
     assert results[0].observed_Y.shape == results[1].observed_Y.shape == (6, 1, 1)
-    # The bound of six models is flat where their fits stop.
-    assert_close(*(result.posterior.mean for result in results), 0.05)
+    # L-BFGS minimises the sum of six losses, and stops where that changes little: the evidence of
+    # five points without noise is flat, so that rounding moves means by a hundredth.
+    assert_close(*(result.posterior.mean for result in results), 0.02)
 
 
 LONG = {"options": {"maxiter": 200}}

@@ -6,6 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,27 @@ def test_there_are_examples() -> None:
 
 def parameters(file: Path, line: int, source: str) -> Any:
     """Of a test of a block: a quick run leaves out those that optimise something."""
-    slow = re.search(r"\b(BatchOptimizer|optimize_acqf|Client|PeriodicKernel)\(", source)
+    engine = re.search(r"^import (dask|ray)$", source, re.MULTILINE)
+    slow = engine or re.search(r"\b(BatchOptimizer|optimize_acqf|Client|PeriodicKernel)\(", source)
     marks = [pytest.mark.slow] if slow else []
+    if engine is not None and find_spec(engine[1]) is None:  # the extras `test` and `cluster`
+        marks.append(pytest.mark.skip(reason=f"{engine[1]} is not installed"))
     return pytest.param(file, line, source, id=f"{file.stem}-line{line}", marks=marks)
 
 
 @pytest.mark.parametrize(("file", "line", "source"), [parameters(*block) for block in blocks()])
 def test_block_runs(file: Path, line: int, source: str) -> None:
     assert run(file, line, source)["__name__"] == "__main__"
+
+
+def test_sums_example_predicts_villages() -> None:
+    """From counts of districts; within what the posterior says of its errors."""
+    block = next(block for block in blocks(GUIDE) if "by_village" in block[2])
+    namespace: dict[str, Any] = dict(run(*block))
+    error = namespace["by_village"].mean.squeeze(-1) - namespace["rate"].log().flatten()
+    assert float(error.square().mean().sqrt().detach()) < 0.05  # rates have a spread of .53
+    deviation = namespace["by_village"].variance.squeeze(-1).sqrt()
+    assert float((error.abs() < 2 * deviation).double().mean()) > 0.9
 
 
 def test_stream_example_predicts_the_rate() -> None:
@@ -75,6 +89,19 @@ def test_stream_example_predicts_the_rate() -> None:
     assert ((f.mean - truth).abs() < 3 * f.variance.sqrt()).all()
     assert f.variance.sqrt().max() < 0.4
     torch.testing.assert_close(names["rate"], torch.nn.functional.softplus(f.mean))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["dask", "ray"])
+def test_tasks_learn_what_one_model_does(engine: str) -> None:
+    block = next(block for block in blocks() if f"\nimport {engine}\n" in f"\n{block[2]}")
+    if find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed")
+    together = run(*block)["together"]
+    assert (together.num_seen, together.num_data) == (300, 0)  # type: ignore[attr-defined]
+    X = torch.rand(50, 2, dtype=torch.double, generator=torch.manual_seed(9))
+    Y = torch.sin(6 * X).sum(-1, keepdim=True)
+    assert (together.posterior(X).mean - Y).abs().mean() < 0.1  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

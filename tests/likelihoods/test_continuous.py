@@ -21,6 +21,7 @@ from seqgp import (
     PsychometricLikelihood,
     SequentialGP,
 )
+from seqgp.acquisition import expected_reduction
 from seqgp.acquisition.uncertainty import link_of
 from seqgp.likelihoods import expectations, log_predictive
 from tests.helpers import assert_close, make_inputs
@@ -209,6 +210,22 @@ def test_censoring_that_makes_no_sense(argument: dict[str, float]) -> None:
 def test_rates_that_make_no_sense(rates: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="guess_rate and lapse_rate"):
         PsychometricLikelihood(*rates)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [CensoredGaussianLikelihood(), GammaLikelihood(), PsychometricLikelihood()],
+    ids=["censored", "gamma", "psychometric"],
+)
+def test_where_to_observe_next(likelihood: Any) -> None:
+    """In single precision, which the parameters of a likelihood are not."""
+    X = make_inputs(15, 2)
+    labels = (X.sum(-1, keepdim=True) > 1).to(X)
+    Y = labels if isinstance(likelihood, PsychometricLikelihood) else X.sum(-1, keepdim=True).exp()
+    model = SequentialGP(X, Y, likelihood=likelihood)
+    reduction = expected_reduction(model, X[:4], X, criterion="variance")
+    assert (reduction > 0).all()
+    assert reduction.isfinite().all()
 
 
 def heteroscedastic(n: int = 60) -> tuple[SequentialGP, Tensor, Tensor]:

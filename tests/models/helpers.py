@@ -36,8 +36,8 @@ class Data(NamedTuple):
     arguments: dict[str, Any]
 
     def model(self, **kwargs: Any) -> SequentialGP:
-        """A model of these data, by default with an inducing point at each input."""
-        return SequentialGP(
+        """A model of these data in eval mode, by default with an inducing point at each input."""
+        model = SequentialGP(
             self.X,
             self.Y,
             **{
@@ -49,6 +49,7 @@ class Data(NamedTuple):
                 **kwargs,
             },
         )
+        return model.eval()
 
 
 def observe(name: str, X: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -85,7 +86,7 @@ def pair(
     fixed_noise: bool = False,
     **kwargs: Any,
 ) -> tuple[SequentialGP, SingleTaskGP]:
-    """The same Gaussian model twice: ours with Z = X, and BoTorch's exact one."""
+    """The same Gaussian model twice, in eval mode: ours with Z = X, and BoTorch's exact one."""
     X = make_inputs(*batch_shape, n, d)
     Y = torch.stack([latent(X + 0.3 * k) for k in range(outputs)], -1)
     Y = Y + 0.3 * torch.randn(Y.shape, generator=torch.Generator().manual_seed(3))
@@ -101,7 +102,7 @@ def pair(
     kwargs = {"outcome_transform": None, **kwargs}
     ours = SequentialGP(X, Y, **copy.deepcopy(modules), **copy.deepcopy(kwargs))
     exact = SingleTaskGP(X, Y, **copy.deepcopy(modules), **copy.deepcopy(kwargs))
-    return ours, exact.eval()
+    return ours.eval(), exact.eval()
 
 
 def assert_same(a: Posterior, b: Posterior, tol: float = 1e-6) -> None:

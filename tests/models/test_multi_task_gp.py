@@ -14,6 +14,7 @@ from botorch.fit import fit_gpytorch_mll
 from botorch.models import KroneckerMultiTaskGP, MultiTaskGP
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.utils.datasets import SupervisedDataset
+from gpytorch.kernels import MaternKernel, RBFKernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     GaussianLikelihood,
@@ -21,9 +22,15 @@ from gpytorch.likelihoods import (
     SoftmaxLikelihood,
 )
 from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.priors import NormalPrior
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import seqgp
-from seqgp import SequentialMultiTaskGP
+from seqgp import SequentialGP, SequentialMultiTaskGP
+from seqgp.acquisition import fantasy_outcome
+from seqgp.models.posteriors import ObservationPosterior
+from seqgp.models.tasks import LoadingKernel
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
 
 
@@ -117,7 +124,7 @@ def test_mixed_likelihoods_against_brute_force():
     Y = torch.tensor([[0.7], [4.0], [1.0]], dtype=torch.double)
     each = [GaussianLikelihood(), PoissonLikelihood(), BernoulliLikelihood()]
     each[0].noise = 0.2
-    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each, outcome_transform=None).eval()
     with torch.no_grad():
         prior = model.forward(X)
         mean, K = prior.mean.numpy(), prior.covariance_matrix.numpy()
@@ -360,3 +367,204 @@ def test_pickled():
     (name,) = [name for name in prior if name.endswith("IndexKernelPrior")]
     module, _, closure, _ = prior[name]
     assert closure(module).shape == (3,)
+
+
+def _several_kernels(X, Y, **options):
+    return SequentialMultiTaskGP(
+        X,
+        Y,
+        1,
+        covar_module=[RBFKernel(ard_num_dims=2), MaternKernel(nu=1.5)],
+        outcome_transform=None,
+        **options,
+    )
+
+
+def test_several_kernels_are_a_linear_model_of_coregionalisation():
+    X, Y = _data(12)
+    model = _several_kernels(X, Y)
+    T = torch.rand(5, 2, dtype=torch.double)
+    with torch.no_grad():
+        model.covar_module.kernels[1].kernels[0].lengthscale = 0.3
+        noise = torch.tensor([0.05, 0.1, 0.2], dtype=torch.double)
+        for each, value in zip(model.likelihood.likelihoods, noise, strict=True):
+            each.noise = value
+        B, tasks = model.task_covariance, X[:, 1].long()
+        assert B.shape == (2, 3, 3)
+        assert not torch.allclose(B[0], B[1])  # so that a fit can tell them apart
+        torch.testing.assert_close(B.sum(0).diagonal().mean(), B.new_tensor(1.0))
+        rows = torch.cat([X[:, [0, 2]], T])
+        index = torch.cat([tasks, torch.full((5,), 2)])
+        K = torch.zeros(17, 17, dtype=torch.double)
+        for term, matrix in zip(model.covar_module.kernels, B, strict=True):
+            kernel = copy.deepcopy(term.kernels[0])
+            kernel.active_dims = None
+            K += kernel(rows).to_dense() * matrix[index][:, index]
+        means = torch.stack([each.constant for each in model.mean_module.means.base_means])
+        known = torch.linalg.solve(K[:12, :12] + noise[tasks].diag(), K[:12, 12:])
+        mean = means[2] + known.mT @ (Y.squeeze(-1) - means[tasks])
+        covariance = K[12:, 12:] - K[12:, :12] @ known
+    posterior = model.posterior(T, output_indices=[2])
+    torch.testing.assert_close(posterior.mean.squeeze(-1), mean, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        posterior.distribution.covariance_matrix, covariance, atol=1e-6, rtol=1e-6
+    )
+
+
+def test_weights_of_tasks_may_be_negative():
+    """Outputs that are opposites: one is predicted from the other."""
+    x = torch.linspace(0, 1, 16, dtype=torch.double).unsqueeze(-1)
+    Y = torch.cat([torch.sin(6 * x), -2 * torch.sin(6 * x)], -1)
+    Y[4:, 1] = torch.nan
+    own = LoadingKernel([0, 1], [1.0, 0.5], fixed=[0], loading_prior=NormalPrior(0.0, 3.0))
+    model = SequentialMultiTaskGP(
+        x, Y, None, covar_module=RBFKernel(), task_covar_module=own, outcome_transform=None
+    )
+    fit_gpytorch_mll(seqgp.DualELBO(model.likelihood, model))
+    assert model.covar_module.kernels[1].loadings.tolist() == pytest.approx([1, -2], abs=0.1)
+    error = model.posterior(x).mean[:, 1] + 2 * torch.sin(6 * x.squeeze(-1))
+    assert error.abs().max() < 0.1
+    assert model.task_covariance[0, 1] < 0
+
+
+def test_kernels_that_do_not_fit():
+    X, Y = _data(9)
+    weights = LoadingKernel([0, 1, 2], [1.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="one for each of 2 kernels, got 1"):
+        _several_kernels(X, Y, task_covar_module=weights)
+    with pytest.raises(ValueError, match="leave out rank"):
+        SequentialMultiTaskGP(X, Y, 1, rank=1, task_covar_module=weights)
+    with pytest.raises(TypeError, match="covar_module"):
+        SequentialMultiTaskGP(X, Y, 1, covar_module=[1.0])
+    with pytest.raises(ValueError, match="at least one kernel"):
+        SequentialMultiTaskGP(X, Y, 1, covar_module=[])
+    with pytest.raises(ValueError, match="loadings"):
+        LoadingKernel([0, 1], [1.0])
+    with pytest.raises(ValueError, match="loadings"):
+        LoadingKernel([0, 1], [1.0, 0.0], fixed=[2])
+
+
+def test_kernels_of_several_parts_are_saved(tmp_path):
+    X, Y = _data(9)
+    prior = NormalPrior(0.0, 2.0)
+    weights = [
+        LoadingKernel([0, 1, 2], [1.0, 0.5, -0.25], [0], loading_prior=prior),
+        LoadingKernel([0, 1, 2], [0.0, 1.0, 1.0], [0, 1, 2]),
+    ]
+    for options in ({}, {"task_covar_module": weights}):
+        model = _several_kernels(X, Y, **options)
+        seqgp.save(model, tmp_path / "model.pt")
+        again = seqgp.load(tmp_path / "model.pt")
+        T = torch.rand(4, 2, dtype=torch.double)
+        assert torch.equal(model.posterior(T).mean, again.posterior(T).mean)
+        assert torch.equal(model.task_covariance, again.task_covariance)
+        assert len([*model.named_priors()]) == len([*again.named_priors()])
+        other = _several_kernels(X, Y, **copy.deepcopy(options))
+        with torch.no_grad():
+            model.covar_module.kernels[0].kernels[0].lengthscale = 0.3
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(other.posterior(T).mean, model.posterior(T).mean)
+
+
+def _mixed(n=15):
+    """Values, labels and counts at the same inputs, some of them missing."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(n, 2, dtype=torch.double, generator=generator)
+    f = torch.sin(5 * x[:, :1])
+    Y = torch.cat([3 + f, (f > 0).to(x), (5 * f.exp()).round()], -1)
+    Y[::3, 0] = Y[1::4, 2] = torch.nan
+    each = [GaussianLikelihood(), BernoulliLikelihood(), PoissonLikelihood()]
+    return SequentialMultiTaskGP(x, Y, None, likelihood=each), x, Y
+
+
+def test_a_model_of_one_task_is_one_of_its_likelihood():
+    model, x, _ = _mixed()
+    joint = model.posterior(x)
+    for i, likelihood in enumerate(model.likelihood.likelihoods):
+        one = model.subset_output([i])
+        assert type(one.output_likelihood) is type(likelihood)
+        torch.testing.assert_close(one.posterior(x).mean, joint.mean[:, [i]])
+        torch.testing.assert_close(one.posterior(x).variance, joint.variance[:, [i]])
+    assert model.output_likelihood is model.likelihood
+    value, label, count = (model.subset_output([i]) for i in range(3))
+    noisy = value.posterior(x, observation_noise=True)  # Gaussian, on the scale of the values
+    noise = value.output_likelihood.noise * model.outcome_transform.stdvs[0].square()
+    torch.testing.assert_close(
+        noisy.variance, joint.variance[:, :1] + noise.expand(len(x), 1), atol=1e-9, rtol=1e-9
+    )
+    assert noisy.distribution.covariance_matrix.shape == (15, 15)
+    labels = label.posterior(x, observation_noise=True)
+    assert isinstance(labels, ObservationPosterior)
+    scaled = joint.mean[:, 1:2] / (1 + joint.variance[:, 1:2]).sqrt()
+    torch.testing.assert_close(labels.mean, torch.special.ndtr(scaled))
+    counts = count.posterior(x, observation_noise=True).rsample(torch.Size([4]))
+    assert torch.equal(counts, counts.round())
+
+
+def test_conditioning_on_wide_data_with_gaps():
+    model, x, _ = _mixed()
+    Y = torch.tensor([[2.5, 1.0, torch.nan], [torch.nan, 0.0, 3.0]], dtype=torch.double)
+    wide = model.condition_on_observations(x[:2] + 0.1, Y)
+    rows = [(0, 0), (0, 1), (1, 1), (1, 2)]
+    X = torch.stack([torch.cat([x[i] + 0.1, x.new_tensor([t])]) for i, t in rows])
+    long = model.condition_on_observations(X, torch.stack([Y[i, t] for i, t in rows])[:, None])
+    _assert_same(wide.posterior(x), long.posterior(x), 1e-9)
+    with pytest.raises(ValueError, match="Y: "):
+        model.condition_on_observations(x[:2].expand(3, 2, 2), Y.expand(3, 2, 3))
+
+
+def test_imagined_outcomes_are_possible_for_each_task():
+    model, x, Y = _mixed()
+    mean = fantasy_outcome(model, x)
+    torch.testing.assert_close(mean[:, :1], model.posterior(x).mean[:, :1])
+    probability = model.subset_output([1]).posterior(x, observation_noise=True).mean
+    assert torch.equal(mean[:, 1:2], (probability > 0.5).to(x))
+    assert torch.equal(mean[:, 2], mean[:, 2].round())
+    believed = fantasy_outcome(model, x, "believer")
+    assert torch.equal(believed[:, 0], mean[:, 0])
+    assert believed[:, 1:].isnan().all()
+    least = fantasy_outcome(model, x, "constant_min")
+    torch.testing.assert_close(least[:, 0], Y[:, 0].nan_to_num(torch.inf).min().expand(15))
+    sample = fantasy_outcome(model, x, "sample", seed=0)
+    assert set(sample[:, 1].tolist()) <= {0.0, 1.0}
+    for outcome in (mean, believed, least, sample):
+        assert model.condition_on_observations(x, outcome).posterior(x).mean.isfinite().all()
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rules=st.lists(st.sampled_from(["learn", "both", "adapt", "cluster"]), min_size=1, max_size=2),
+)
+def test_task_column_is_never_moved(seed, rules):
+    X, Y = _data(30, tasks=(0, 2, 5), seed=seed)
+    model = SequentialMultiTaskGP(
+        X[:18], Y[:18], 1, inducing_points=6, learn_inducing_points=True, all_tasks=[0, 2, 5, 7]
+    )
+    for rule, part in zip(rules, (slice(18, 24), slice(24, 30)), strict=False):
+        model.update(X[part], Y[part], inducing=rule, learn=True, steps=2, memory=12)
+        Z = model.variational_strategy.inducing_points
+        assert set(Z[:, 1].tolist()) <= {0.0, 2.0, 5.0}
+
+
+def test_tasks_are_standardised_one_by_one():
+    X, Y = _data(30)
+    Y = torch.where(X[:, 1:2] == 1, 1000 + 50 * Y, Y)
+    model = SequentialMultiTaskGP(X, Y, 1)
+    for i in range(3):
+        mine = X[:, 1] == i
+        torch.testing.assert_close(model.outcome_transform.means[i, 0], Y[mine].mean())
+        torch.testing.assert_close(model.outcome_transform.stdvs[i, 0], Y[mine].std())
+        torch.testing.assert_close(model.observed_of(i), Y[mine])
+
+
+def test_labels_of_one_kind_do_not_make_a_task_certain():
+    """The constant mean of labels has a prior here, too."""
+    x = torch.rand(20, 1, dtype=torch.double)
+    each = [GaussianLikelihood(), BernoulliLikelihood()]
+    Y = torch.cat([x.sin(), torch.ones_like(x)], -1)
+    model = SequentialMultiTaskGP(x, Y, None, likelihood=each)
+    means = model.mean_module.means.base_means
+    assert [len([*mean.named_priors()]) for mean in means] == [0, 1]
+    alone = SequentialGP(x, Y[:, 1:], likelihood=BernoulliLikelihood())
+    assert len([*alone.mean_module.named_priors()]) == 1

@@ -50,6 +50,18 @@ def test_paths_have_the_moments_of_the_posterior(name: str, inducing_points: int
     assert_moments(draw(model, X), posterior.mean, posterior.covariance_matrix)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_updates_for_given_targets(known: bool) -> None:
+    """They are noisy observations, as for an exact GP; of a sparse model inducing values."""
+    paths = []
+    for model in pair(fixed_noise=known, input_transform=Normalize(2)):
+        torch.manual_seed(0)
+        sample_values, targets = torch.randn(3, 12), model.train_targets + 1
+        path = gaussian_update(model, sample_values=sample_values, target_values=targets)
+        paths.append(path(make_inputs(5, 2)))
+    assert_close(*paths, 1e-8)
+
+
 def test_transforms() -> None:
     X = 3 + 5 * make_inputs(12, 2)
     model = SequentialGP(

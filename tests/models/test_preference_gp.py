@@ -21,6 +21,7 @@ from gpytorch.likelihoods import PoissonLikelihood
 from torch import Tensor
 
 import seqgp
+from benchmarks.baselines.elliptical_slice import elliptical_slice
 from seqgp import DualELBO, PreferenceGP
 from seqgp.streaming import MemoryOptions
 from tests.helpers import make_kernel
@@ -120,6 +121,37 @@ def test_best_gaussian(link: str) -> None:
     torch.testing.assert_close(f.mean, mean.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(f.covariance_matrix, L @ L.mT, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.refresh(), -loss().detach(), rtol=1e-6, atol=1e-6)
+
+
+@links
+def test_mcmc(link: str) -> None:
+    """More items than can be integrated: 24 comparisons of 8, by elliptical slice sampling."""
+    X, Y = problem(n=8, k=24)
+    model = make(X, Y, link)
+    L = torch.linalg.cholesky(model.covar_module(X).to_dense().detach() + 1e-9 * torch.eye(8))
+
+    def log_likelihood(z: Tensor) -> Tensor:
+        f = z @ L.mT
+        return LOG_CDF[link](f[..., Y[:, 0]] - f[..., Y[:, 1]]).sum(-1)
+
+    chains, generator = 100, torch.Generator().manual_seed(0)
+    z = elliptical_slice(log_likelihood, torch.zeros(chains, 8), 150, 50, generator)
+    f = z @ L.mT
+    f = f - f.mean(-1, keepdim=True)  # comparisons say little about the level
+    of_chains, samples = f.mean(0), f.flatten(0, 1)
+    error = of_chains.std(0) / math.sqrt(chains)
+    posterior = model.posterior(X).distribution
+    centre = torch.eye(8) - 1 / 8
+    mean = centre @ posterior.mean
+    variance = (centre @ posterior.covariance_matrix @ centre).diagonal()
+    # Four standard errors, which are .005 to .01, and what the best Gaussian may be off.
+    assert bool(((mean - of_chains.mean(0)).abs() < 4 * error + 0.02).all())
+    torch.testing.assert_close(variance, samples.var(0), rtol=0.1, atol=0)
+    duels = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    p = LOG_CDF[link](f[..., duels[:, 0]] - f[..., duels[:, 1]]).exp().mean(0)
+    error = p.std(0) / math.sqrt(chains)
+    answers = model.answers(X).mean.squeeze(-1)
+    assert bool(((answers - p.mean(0)).abs() < 4 * error + 2e-3).all())
 
 
 @links

@@ -203,6 +203,31 @@ def test_choices_are_a_bound() -> None:
     assert choices_as_comparisons(choices.expand(2, 3, 3)).shape == (2, 6, 2)
 
 
+def test_choices_are_nearly_a_softmax() -> None:
+    """By brute force: how far the posterior of the product is from that of the softmax."""
+    X = torch.tensor(ITEMS)
+    choices = torch.tensor([[0, 1, 2], [0, 2, 1], [1, 0, 2], [0, 1, 2]])
+    model = PreferenceGP(
+        X, choices_as_comparisons(choices), PairwiseLogitLikelihood(), make_kernel()
+    )
+    h, log_prior, _ = grid(model.covar_module(X).to_dense().detach())
+    h, log_prior = h[::4, ::4], log_prior[::4, ::4]
+    f = torch.stack([h.sum(-1), h[..., 1], torch.zeros_like(h[..., 0])], -1)
+    log_p = f.log_softmax(-1)
+    weight = (log_p[..., choices[:, 0]].sum(-1) + log_prior).flatten().softmax(0)
+    exact = (weight.unsqueeze(-1) * h.flatten(0, 1)).sum(0)
+    spread = (weight.unsqueeze(-1) * (h.flatten(0, 1) - exact).square()).sum(0).sqrt()
+    posterior = model.posterior(X)
+    mean = posterior.mean.squeeze(-1)
+    differences = mean[:2] - mean[1:]
+    # Each choice counts as two comparisons: the posterior leans further, by less than it is wide.
+    assert bool(((differences - exact).abs() < 0.3 * spread).all())
+    chances = (weight.unsqueeze(-1) * log_p.exp().flatten(0, 1)).sum(0)
+    samples = posterior.rsample(torch.Size([50_000])).squeeze(-1).softmax(-1).mean(0).detach()
+    assert float(samples[0] - chances[0]) > 0.02
+    assert bool((samples - chances).abs().max() < 0.05)
+
+
 # ------------------------------------------------------------------------------- errors
 
 

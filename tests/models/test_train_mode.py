@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from botorch.models import SingleTaskGP
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import ModelListGP, SingleTaskGP
 from botorch.models.transforms import Normalize
+from botorch.models.transforms.input import Round
 from botorch.optim.closures import get_loss_closure
 from botorch.optim.fit import fit_gpytorch_mll_scipy, fit_gpytorch_mll_torch
+from botorch.sampling import IIDNormalSampler
+from botorch.sampling.pathwise import draw_matheron_paths
 from botorch.utils.evaluation import compute_in_sample_model_fit_metric
 from gpytorch.mlls import (
     ExactMarginalLogLikelihood,
     LeaveOneOutPseudoLikelihood,
+    SumMarginalLogLikelihood,
     VariationalELBO,
 )
 
@@ -110,6 +116,38 @@ def test_the_loop_of_an_exact_model(kwargs: dict[str, Any]) -> None:
     assert_same(posterior, expected)
 
 
+def test_the_loop_of_a_model_that_has_just_been_built() -> None:
+    """It is in train mode, as BoTorch's are: a loop that does not ask for it takes their steps."""
+    results, X = [], make_inputs(12, 2)
+    Y = (4 * X).sin().sum(-1, keepdim=True)
+    for kind in (SequentialGP, SingleTaskGP):
+        models = ModelListGP(kind(X, Y), kind(X, X[:, :1] + Y.square()))
+        mll = SumMarginalLogLikelihood(models.likelihood, models)
+        fval = fit_gpytorch_mll_torch(mll, step_limit=5).fval
+        results.append((torch.as_tensor(fval), models.posterior(X).mean))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_what_is_not_a_loop_ends_train_mode() -> None:
+    """A new model can be conditioned and updated; what it is given is seen as in predictions."""
+    X, Y = make_inputs(12, 2), make_inputs(12, 2)[:, :1]
+    new, sampler = 0.5 * make_inputs(2, 2), IIDNormalSampler(torch.Size([3]), seed=0)
+    rounding = partial(Round, integer_indices=[1], transform_on_train=False)
+    for do in (
+        lambda model: model.condition_on_observations(new, Y[:2]),
+        lambda model: model.fantasize(new, sampler),
+        lambda model: model.update(new, Y[:2], learn=False) and model,
+        lambda model: model.forget(X[:2], Y[:2]) or model,
+        lambda model: draw_matheron_paths(model, torch.Size([2])) and model,
+    ):
+        fresh, used = (SequentialGP(X, Y, input_transform=rounding()) for _ in range(2))
+        used.posterior(X)
+        assert fresh.training
+        assert_same(do(fresh).posterior(X), do(used).posterior(X), 1e-9)
+        assert not fresh.training
+
+
 def test_the_loop_with_an_input_transform_and_few_inducing_points() -> None:
     """It is the exact model's: inducing points make no difference to the prior."""
     losses = []
@@ -124,6 +162,26 @@ def test_in_sample_metrics(criterion: str) -> None:
     ours, exact = pair(n=12)
     values = [compute_in_sample_model_fit_metric(model, criterion) for model in (ours, exact)]
     assert values[0] == pytest.approx(values[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_leave_one_out_objective(outputs: int) -> None:
+    """Other objectives of exact models are theirs, and are what is fitted."""
+    pairs = pair(n=12, outputs=outputs, input_transform=Normalize(2))
+    mlls = [LeaveOneOutPseudoLikelihood(model.likelihood, model).train() for model in pairs]
+    assert_close(*(get_loss_closure(mll)() for mll in mlls), 1e-8)
+    for mll in mlls:
+        fit_gpytorch_mll(mll)
+    X = make_inputs(5, 2)
+    assert_same(*(model.posterior(X) for model in pairs), 1e-3)  # two runs of L-BFGS
+
+
+def test_leave_one_out_objective_of_what_is_not_exact() -> None:
+    model = both(few=True)[0]
+    before = model.hyperparameter_values()
+    with pytest.raises(ValueError, match="LeaveOneOutPseudoLikelihood is for exact models"):
+        fit_gpytorch_mll(LeaveOneOutPseudoLikelihood(model.likelihood, model))
+    assert all(torch.equal(v, before[k]) for k, v in model.hyperparameter_values().items())
 
 
 def test_what_an_exact_objective_cannot_know() -> None:

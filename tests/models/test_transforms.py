@@ -217,7 +217,7 @@ def test_posterior_transform_sees_raw_outcomes() -> None:
 
 def test_shared_evaluation_of_a_transformed_model() -> None:
     """``model(x)`` of the strategy is that of the model in eval mode."""
-    model, _ = both("normalize", "none")
+    model = both("normalize", "none")[0].eval()
     X = model.input_transform(raw(4, 2))
     assert_same_posterior(model, model.variational_strategy(X), X)
 

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from botorch.acquisition.multi_objective import logei
 from hypothesis import settings
 
 torch.set_num_threads(1)  # small tensors, and a worker for each core
+
+# BoTorch compiles a kernel of its own when it is first needed: that takes a minute, and if it is
+# interrupted, all that need it later wait for ever. Tests use its form in Python.
+logei._load_attempted = True
 
 # What has to pass does not depend on luck: with CI set, hypothesis tries the same examples in each
 # run. Without it, every run tries new ones, and remembers those that have failed.

@@ -52,7 +52,8 @@ class Stationary(NamedTuple):
 
     def matrix(self, left: Tensor, right: Tensor) -> Tensor:
         """``... x p x n`` covariances of values at ``... x p x d`` and ``... x n x d`` inputs."""
-        centre = right.detach().mean(-2, keepdim=True)  # small numbers have small rounding errors
+        # Small numbers have small rounding errors. A shard may have no inputs on the right.
+        centre = (right if right.shape[-2] else left).detach().mean(-2, keepdim=True)
         inverse = self.profile.unit / self.lengthscale
         scaled = ((x - centre) * inverse for x in (left, right))
         scale = left.new_ones(()) if self.scale is None else self.scale

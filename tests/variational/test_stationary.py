@@ -71,6 +71,16 @@ def test_derivative_at_distance_zero_vanishes(kernel: Kernel) -> None:
     torch.testing.assert_close(gradient, torch.zeros(4, 3), rtol=0, atol=1e-10)
 
 
+def test_nothing_on_the_right(kernel: Kernel) -> None:
+    """The derivative of a matrix without columns is zero, not NaN."""
+    x, known = torch.rand(4, 3, requires_grad=True), stationary(kernel)
+    assert known is not None
+    covariances = known.matrix(x, torch.rand(0, 3))
+    assert covariances.shape == (4, 0)
+    gradients = torch.autograd.grad(covariances.sum(), [x, *kernel.parameters()])
+    assert all(bool((gradient == 0).all()) for gradient in gradients)
+
+
 class Doubled(RBFKernel):
     def forward(self, *args: object, **kwargs: object) -> object:
         return 2 * super().forward(*args, **kwargs)

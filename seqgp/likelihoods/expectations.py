@@ -93,6 +93,8 @@ def expected_log_prob(
         A ``... x n`` tensor.
     """
     mean, variance = per_target(likelihood, targets, mean, variance)
+    if mean.numel() == 0:  # not all distributions support this
+        return mean if has_one_latent(likelihood) else mean.sum(-1)
     if has_one_latent(likelihood):
         marginals = MultivariateNormal(mean, DiagLinearOperator(variance))
         return likelihood.expected_log_prob(targets, marginals, **kwargs)

@@ -23,6 +23,7 @@ from tests.helpers import (
     CONJUGATE,
     ONE_LATENT,
     assert_close,
+    latent,
     marginals,
     observations,
     softmax,
@@ -210,6 +211,17 @@ def test_sites(floor: float | None) -> None:
     floored = expected.beta if floor is None else expected.beta.clamp_min(floor)
     assert torch.equal(beta, floored)
     assert torch.equal(lam, expected.alpha + floored * centred)
+
+
+@all_likelihoods
+def test_no_observations_have_no_log_probabilities(name: str) -> None:
+    """Those of a process without data, which takes part in sums over all of them."""
+    case = CASES[name]
+    moments = torch.zeros(0) if case.num_latents is None else torch.zeros(0, case.num_latents)
+    arguments = {key: value[..., :0] for key, value in case.arguments(3).items()}
+    y = case.sample(latent(torch.rand(3, 2), case.num_latents))[:0]
+    actual = expected_log_prob(case.make(), y, moments, moments + 1, **arguments)
+    assert actual.shape == (0,)
 
 
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")

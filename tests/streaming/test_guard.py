@@ -1,4 +1,4 @@
-"""One thread learns, others read: they see the model before or after an update, bit by bit."""
+"""One thread learns, others read: they see the model before or after an update."""
 
 from __future__ import annotations
 
@@ -151,36 +151,50 @@ def check_readers(
     learn_all: Callable[[SequentialGP], Iterator[None]],
     reads: Sequence[Callable[[SequentialGP], Tensor]],
 ) -> None:
-    """Read a model while it is updated: all results have to be those between updates."""
+    """Read a model while it is updated: all results have to be those between updates.
+
+    But for rounding, which depends on where in memory a product finds its factors. Mixtures of two
+    states are as far from both as these are from each other.
+    """
     alone = copy.deepcopy(first)
-    possible = {read: {read(alone).numpy().tobytes()} for read in reads}
-    number = 1
+    possible = {read: [read(alone)] for read in reads}
     for _ in learn_all(alone):
-        number += 1
         for read in reads:
-            possible[read].add(read(alone).numpy().tobytes())
-    assert all(len(found) == number for found in possible.values())
+            possible[read].append(read(alone))
+    for found in possible.values():
+        assert not any(is_same(a, b, 100 * SAME) for a, b in itertools.combinations(found, 2))
 
     for _ in range(10):
         seen, meanwhile = read_while_learning(copy.deepcopy(first), learn_all, reads)
-        wrong = [read.__name__ for read, result in seen if result not in possible[read]]
-        assert not wrong
-        assert {result for read, result in seen if read is moments} == possible[moments]
+        states: dict[Callable[[SequentialGP], Tensor], set[int]] = {read: set() for read in reads}
+        for read, result in seen:
+            same = [k for k, known in enumerate(possible[read]) if is_same(result, known)]
+            assert len(same) == 1, read.__name__
+            states[read].update(same)
+        assert states[moments] == set(range(len(possible[moments])))
         if meanwhile:
             return
     pytest.fail("No read began and ended during an update.")
+
+
+#: The largest difference of what is the same but for rounding.
+SAME = 1e-7
+
+
+def is_same(a: Tensor, b: Tensor, tolerance: float = SAME) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def read_while_learning(
     model: SequentialGP,
     learn_all: Callable[[SequentialGP], Iterator[None]],
     reads: Sequence[Callable[[SequentialGP], Tensor]],
-) -> tuple[list[tuple[Callable[[SequentialGP], Tensor], bytes]], int]:
+) -> tuple[list[tuple[Callable[[SequentialGP], Tensor], Tensor]], int]:
     """What a reader has seen, and how many reads began and ended during one and the same update.
 
     Between updates, the learner waits until everything has been read.
     """
-    seen: list[tuple[Callable[[SequentialGP], Tensor], bytes]] = []
+    seen: list[tuple[Callable[[SequentialGP], Tensor], Tensor]] = []
     updating, meanwhile, rounds, stop = 0, 0, 0, False  # `updating` is 0 between updates
     has_read = threading.Condition()
     errors: list[BaseException] = []
@@ -199,7 +213,7 @@ def read_while_learning(
             while not stop:
                 for read in reads:
                     before = updating
-                    seen.append((read, read(model).numpy().tobytes()))
+                    seen.append((read, read(model)))
                     meanwhile += bool(before) and before == updating
                 with has_read:
                     rounds += 1

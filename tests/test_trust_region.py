@@ -115,7 +115,7 @@ def test_many_inputs_with_failures() -> None:
     loop.tell(X, *evaluate(X))
     assert loop.best is not None
     before = loop.best[1]
-    loop.run(evaluate, 36, q=4, progress=False)
+    loop.run(evaluate, 52, q=4, progress=False)
     assert loop.best is not None
     assert loop.best[1] > 0.8 * before  # both are negative
 

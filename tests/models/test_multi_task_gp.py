@@ -150,9 +150,9 @@ def test_mixed_likelihoods_against_brute_force():
         alpha[i] = (density * logs[i] * (grid - c) / v).sum()
         beta[i] = -(density * logs[i] * ((grid - c) ** 2 / v**2 - 1 / v)).sum()
     # The fixed point: S^-1 = K^-1 + diag(beta), m = mean + K alpha.
-    np.testing.assert_allclose(m.numpy(), mean + K @ alpha, atol=2e-5)
+    np.testing.assert_allclose(m.numpy(), mean + K @ alpha, atol=1e-6)
     expected = np.linalg.inv(np.linalg.inv(K) + np.diag(beta))
-    np.testing.assert_allclose(S.numpy(), expected, atol=2e-5)
+    np.testing.assert_allclose(S.numpy(), expected, atol=1e-6)
 
 
 def test_stream_is_batch_with_unlimited_memory():

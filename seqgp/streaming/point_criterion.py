@@ -28,6 +28,9 @@ from seqgp.variational.stationary import stationary
 #: The loss that is tolerated by default, in nats for each observation.
 TOLERANCE = 0.005
 
+#: How many observations stand for all, where what is computed is quadratic in their number.
+LARGEST_SAMPLE = 4096
+
 
 class _Criterion(NamedTuple):
     """What inducing points are judged by."""
@@ -180,6 +183,10 @@ def explain_residuals(
     right this is less than what `inducing_cost` says. If functions vary faster it is not. Inputs
     are added, each time that of the largest gain, until it is small.
 
+    The matrix is quadratic in the number of observations. Of more than `LARGEST_SAMPLE`, so many
+    stand for all: with :math:`c` observations for each of them, the form is estimated by
+    :math:`c^2` times its part off the diagonal, and :math:`c` times its diagonal.
+
     Args:
         Z: ``m x d`` inducing points of the fit.
         inputs: ``n x d`` inputs of the observations.
@@ -191,12 +198,17 @@ def explain_residuals(
     Returns:
         ``m' x d`` inducing points; ``Z`` itself if they are enough.
     """
-    slope = slope.reshape(-1, slope.shape[-1])
+    slope, each = slope.reshape(-1, slope.shape[-1]), 1.0
+    if len(inputs) > LARGEST_SAMPLE:
+        each = len(inputs) / LARGEST_SAMPLE
+        some = torch.linspace(0, len(inputs) - 1, LARGEST_SAMPLE, device=inputs.device).long()
+        inputs, slope = inputs[some], slope[:, some]
     parts = _criterion(Z, inputs, kernel, None, None)
     prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
     # Rows of the kernel matrix in parts: there may be many inputs.
     rows = [to_dense(kernel(part, inputs)) @ slope.mT for part in inputs.split(512)]
     left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
+    left = each * left - (each - 1) * residual * slope
     tolerated, jitter = tol * len(inputs), relative_jitter(Z.dtype)
     chosen: list[int] = []
     while len(Z) + len(chosen) < max_points:
@@ -211,7 +223,8 @@ def explain_residuals(
         for block in roots:
             row = row - block[:, pivot] @ block
         root = row / residual[pivot].sqrt()
-        left = left - (slope @ root).unsqueeze(-1) * root
+        left = left - each * (slope @ root).unsqueeze(-1) * root
+        left = left + (each - 1) * root.square() * slope
         residual = (residual - root.square()).clamp_min(0)
         residual[pivot] = 0
         roots = [torch.cat(roots), root.unsqueeze(0)] if len(roots) > 32 else [*roots, root[None]]

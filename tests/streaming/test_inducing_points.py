@@ -12,6 +12,7 @@ from gpytorch.kernels import ConstantKernel, Kernel, MaternKernel, ScaleKernel
 from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
+from seqgp.streaming import point_criterion
 from seqgp.streaming.inducing_points import cluster_inducing_points, fill_up
 from seqgp.streaming.point_criterion import (
     choose_inducing_points,
@@ -332,17 +333,17 @@ def test_too_few_inducing_points_are_said_once(monkeypatch: pytest.MonkeyPatch) 
     assert run(inducing_points=7) == 0  # as many as the user wants
 
 
-def misfit(outputs: int, noise: float = 0.01) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def misfit(outputs: int, noise: float = 0.01, n: int = 80) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs, inducing points, slopes of a fit, and what the points leave unexplained, densely.
 
     The function varies faster than the kernel says.
     """
     generator = torch.Generator().manual_seed(0)
-    X, Z, k = torch.rand(80, 1, generator=generator) * 5, points(0, 5, 6), kernel()
+    X, Z, k = torch.rand(n, 1, generator=generator) * 5, points(0, 5, 6), kernel()
     y = torch.sin(4 * X.mT + torch.arange(outputs).unsqueeze(-1))
     K, cross = k(X).to_dense().detach(), k(Z, X).to_dense().detach()
     Q = cross.mT @ torch.linalg.solve(k(Z).to_dense().detach(), cross)
-    slope = torch.linalg.solve(Q + noise * torch.eye(80), y.mT).mT
+    slope = torch.linalg.solve(Q + noise * torch.eye(n), y.mT).mT
     return X, Z, slope, K - Q
 
 
@@ -363,6 +364,29 @@ def test_points_are_added_where_residuals_ask_for_them(outputs: int) -> None:
     assert len(explain_residuals(Z, X, kernel(), slope, 8)) == 8
     assert explain_residuals(Z, X, kernel(), slope, 100, tol=1e9) is Z
     assert explain_residuals(found, X, kernel(), 0 * slope, 100) is found
+
+
+def test_a_sample_stands_for_many_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is estimated without bias, and the points explain the others as well."""
+    X, Z, slope, R = misfit(1, noise=1.0, n=1200)
+    whole = 0.5 * (slope @ R * slope).sum()
+    estimates = []
+    for first in range(4):  # of each sample, with 4 observations for each of its own
+        a, own = slope[0, first::4], R[first::4, first::4]
+        diagonal = own.diagonal() * a.square()
+        estimates.append(0.5 * (16 * (a @ own @ a - diagonal.sum()) + 4 * diagonal.sum()))
+    assert torch.stack(estimates).mean() == pytest.approx(float(whole), rel=0.05)
+    monkeypatch.setattr(point_criterion, "LARGEST_SAMPLE", 300)
+    found = explain_residuals(Z, X, kernel(), slope, 100)
+    own = torch.linspace(0, 1199, 300).long()
+    assert all(bool((z == X[own]).all(-1).any()) for z in found[len(Z) :])
+    cross = kernel()(found, X).to_dense().detach()
+    K = kernel()(found).to_dense().detach() + 1e-10 * torch.eye(len(found))
+    left = R + kernel()(Z, X).to_dense().detach().mT @ torch.linalg.solve(
+        kernel()(Z).to_dense().detach(), kernel()(Z, X).to_dense().detach()
+    )
+    left = left - cross.mT @ torch.linalg.solve(K, cross)
+    assert 0.5 * (slope @ left * slope).sum() < 0.02 * 1200 < whole
 
 
 def test_residuals_bound_what_can_be_gained() -> None:

@@ -158,6 +158,13 @@ def test_promises_name_tests_that_exist() -> None:
         assert re.search(r"`tests/[\w/]+\.py::\w+`", promise), promise
 
 
+def test_contributors_are_sent_to_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:seqgp|tests|docs)/[\w/]+\.py)`", text)
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_tables_are_those_of_the_committed_results() -> None:
     page = benchmarks_main.PAGE.read_text()
     for name in benchmarks_main.ON_PAGE:

@@ -10,8 +10,11 @@ READY_DEMO := $(VENV)/.ready-demo
 # compiled when it is imported first, which is a small part of what is installed.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 WORKERS ?= 2
+# Tests start many processes: what these import is compiled once, whatever the user prefers.
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint types docs wheel sdist clean
+.PHONY: setup demo test suite quick lint types docs wheel sdist clean
 
 setup: $(READY)
 
@@ -30,7 +33,11 @@ $(READY): $(READY_DEMO)
 demo: $(READY_DEMO)
 	$(BIN)/python -m tutorials.hotspots --short
 
-test: $(READY) lint types
+# mypy takes a minute: it runs beside the tests.
+test: $(READY) lint
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: $(READY)
 	CI=true $(BIN)/python -m pytest -q -n $(WORKERS)
 
 quick: $(READY)

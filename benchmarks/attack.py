@@ -49,7 +49,8 @@ from seqgp import SequentialGP
 from seqgp.checkpoint import CheckpointError
 from tests import distributed_checks
 from tests.checkpoint import test_storage
-from tests.checkpoint.hostile import forge, start
+from tests.checkpoint.hostile import forge
+from tests.processes import start
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
 from tests.reliability.loops import Loops
 from tests.reliability.machine import Machine

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,10 @@ TOGETHER = {
 }
 
 
+#: The processor seconds until a test, or a part of it, began.
+STARTED = pytest.StashKey[float]()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The cases of each test go to one worker, and so do tests that share a fixture.
@@ -79,6 +84,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = {value for value in case.params.values() if isinstance(value, str)} if case else {}
         if MORE_OF_A_KIND & {*names} or item.name in SLOW_EXAMPLES:
             item.add_marker(pytest.mark.slow)
+
+
+# ---------------------------------------------------------------------------- processor seconds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--costs",
+        action="store_true",
+        help="show processor seconds by file, and of what takes most",
+    )
+
+
+def processor_seconds() -> float:
+    """Of this process, and of the children that have ended."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[STARTED] = processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Each of the three reports of a test has its own seconds; workers send what it holds."""
+    report = yield
+    before, item.stash[STARTED] = item.stash[STARTED], processor_seconds()
+    report.processor_seconds = item.stash[STARTED] - before
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--costs"):
+        return
+    files: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            files[report.nodeid.partition("::")[0]] += report.processor_seconds
+            tests[report.nodeid] += report.processor_seconds
+    terminalreporter.section(f"{files.total():.0f} processor seconds")
+    for name, seconds in [*files.most_common(), *tests.most_common(100)]:
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ import seqgp
 from seqgp import DualELBO, SequentialGP, SequentialMultiTaskGP
 from seqgp.streaming.memory import MemoryOptions
 from tests.helpers import CASES, problem
+from tests.processes import forking
 
 Check = Callable[[dist.ProcessGroup], None]
 CHECKS: dict[str, Check] = {}
@@ -690,7 +691,7 @@ def work(rank: int, size: int, store: str, names: list[str], report: Any) -> Non
 
 def run(size: int, names: list[str]) -> dict[str, str]:
     """The errors of all checks on so many processes, by name; empty ones if there are none."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("fork")
     report = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
@@ -698,8 +699,9 @@ def run(size: int, names: list[str]) -> dict[str, str]:
             context.Process(target=work, args=(rank, size, store, names, report))
             for rank in range(size)
         ]
-        for process in processes:
-            process.start()
+        with forking():
+            for process in processes:
+                process.start()
         for process in processes:
             process.join(600)
         errors = {name: "not run" for name in names}

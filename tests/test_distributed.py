@@ -1,6 +1,6 @@
 """Several processes that share a stream: real ones, on one machine, with gloo.
 
-To start a process takes seconds, so all checks (`tests/distributed_checks.py`) run in one go.
+All checks (`tests/distributed_checks.py`) run in one go, in copies of this process.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Learn all streams in all ways, print a table and draw a figure."""
     given = common.parser(__doc__).parse_args(arguments)
     common.begin(given)
-    number = 400 if given.short else 2000
+    number = 240 if given.short else 2000
     figure, axes = common.new_figure(1, len(CHANGES), (11, 3.2), sharey=True)
     print(f"{'RMSE ahead':>12}" + "".join(f"{way:>14}" for way in WAYS) + f"{'alarms':>8}")
     for ax, change in zip(axes[0], CHANGES, strict=True):

@@ -59,7 +59,6 @@ def test_help_lists_the_benchmarks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_attacks_run_and_fail_nowhere(tmp_path: Path) -> None:
     """But for the last soaks, which take longer."""
     for only in ("[cikms]*s/*", "numerics/*", "*files", "soak/gaussian/*"):

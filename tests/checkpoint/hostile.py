@@ -1,15 +1,11 @@
-"""Files that nobody should write, written byte by byte; and processes that can be killed."""
+"""Files that nobody should write, written byte by byte."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import resource
 import struct
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ import torch
 from torch import Tensor
 
 MAGIC = b"seqgp checkpoint file\r\n\x1a"
-MEGABYTE = 2**20
 
 
 def record(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
@@ -63,39 +58,3 @@ def forge_content(path: Path, content: Any) -> None:
 
     encoded = encode(content)
     forge(path, header_of(encoded, entries), b"".join(chunks))
-
-
-def start(function: Callable[[], object]) -> int:
-    """Run a function in a copy of this process; its number."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        function()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def finish(pid: int) -> None:
-    """Wait for a copy of this process, which must not have failed."""
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
-def peak_memory(function: Callable[[], object]) -> float:
-    """How many megabytes a function takes, at most."""
-    reading, writing = os.pipe()
-
-    def measure() -> None:
-        function_alone = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        function()
-        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - function_alone
-        os.write(writing, str(growth).encode())
-
-    finish(start(measure))
-    os.close(writing)
-    with open(reading) as file:
-        growth = int(file.read())
-    return growth / (MEGABYTE if sys.platform == "darwin" else 1024)

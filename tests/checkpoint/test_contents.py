@@ -25,8 +25,9 @@ import seqgp
 from seqgp import SequentialGP
 from seqgp.checkpoint import CheckpointError, load_extra, storage
 from seqgp.streaming.memory import MemoryOptions
-from tests.checkpoint.hostile import forge_content, peak_memory
+from tests.checkpoint.hostile import forge_content
 from tests.helpers import CASES, latent, make_inputs, problem, unscaled
+from tests.processes import peak_memory
 
 pytestmark = pytest.mark.usefixtures("float64")
 

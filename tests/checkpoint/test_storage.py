@@ -32,15 +32,8 @@ from torch import Tensor
 import seqgp
 from seqgp.checkpoint import CheckpointError, load_extra, storage
 from seqgp.checkpoint.storage import DTYPES, read, write
-from tests.checkpoint.hostile import (
-    finish,
-    forge,
-    forge_content,
-    header_of,
-    peak_memory,
-    record,
-    start,
-)
+from tests.checkpoint.hostile import forge, forge_content, header_of, record
+from tests.processes import finish, peak_memory, start
 
 pytestmark = pytest.mark.usefixtures("float64")
 

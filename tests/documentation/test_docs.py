@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
+from sphinx.cmd.build import build_main as build_site
 from sphinx.util.inventory import InventoryFile
 
 import seqgp
@@ -29,6 +28,7 @@ from seqgp import (
     simulated_survey,
     streaming,
 )
+from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -67,14 +67,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as ``make docs`` builds it, but for the figures of tutorials: they are not run."""
     site = tmp_path_factory.mktemp("site")
     options = ["-W", "--keep-going", "-q", "-b", "html", "-D", "plot_gallery=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, "docs", site],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def build() -> None:
+        assert build_site([*options, str(ROOT / "docs"), str(site)]) == 0
+
+    printed_by(build, ROOT)
     return site
 
 

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import runpy
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 
 import matplotlib.image
 import pytest
+import torch
+
+import seqgp.ax  # noqa: F401 (which each of the tutorials would import anew)
+from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent.parent
+#: Warnings that Python does not show by default.
+HIDDEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
 def run(name: str, directory: Path, *options: str) -> tuple[Path, str]:
     """Run a tutorial in its short mode: no warnings, and no bars where there is no terminal."""
-    options = options or ("--short",)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-m", f"tutorials.{name}", *options],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return directory, done.stdout
+
+    def tutorial() -> None:
+        sys.argv = [f"tutorials.{name}", *(options or ("--short",))]
+        sys.modules.pop(sys.argv[0], None)  # it is run, not imported
+        os.environ["PYTHONPATH"] = str(ROOT)  # of processes of its own; if it can, it copies itself
+        torch.multiprocessing.spawn = partial(
+            torch.multiprocessing.start_processes, start_method="fork"
+        )
+        warnings.simplefilter("error")
+        for category in HIDDEN:
+            warnings.simplefilter("ignore", category)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+    output, errors = printed_by(tutorial, directory)
+    assert errors == ""
+    return directory, output
 
 
 def check_figure(path: Path, rows: int, columns: int) -> None:
@@ -160,19 +172,11 @@ def test_failures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ax_experiment(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tutorials.ax_experiment", "--short"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    directory, output = run("ax_experiment", tmp_path)
     for way in ("seqgp.ax", "Ax's default"):
-        (row,) = [line for line in done.stdout.splitlines() if line.startswith(way)]
+        (row,) = [line for line in output.splitlines() if line.startswith(way)]
         assert row[len(way) :].split()[0] == "9"
-    image = matplotlib.image.imread(tmp_path / "figures" / "ax_experiment.png")[..., :3]
+    image = matplotlib.image.imread(directory / "figures" / "ax_experiment.png")[..., :3]
     height, width, _ = image.shape
     for row_of, column in ((r, c) for r in range(2) for c in range(3)):
         panel = image[
@@ -214,8 +218,6 @@ def test_hotspot_table(hotspots: tuple[Path, str]) -> None:
 
 def test_no_village_is_surveyed_twice() -> None:
     """The loop itself: every step adds one more village."""
-    import torch
-
     from seqgp.simulated_survey import make_country
     from tutorials.hotspots import TINY, learn, scores
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from seqgp.dual.linalg import broadcast_shapes
-from seqgp.likelihoods.traits import has_one_latent, is_conjugate
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate, takes_noise
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def check_arguments(
         needed: Whether those that the likelihood cannot do without have to be there.
     """
     kind_of: Any = type(likelihood)  # hashable, as all classes are
-    known, required = _arguments_of(kind_of, is_conjugate(likelihood))
+    known, required = _arguments_of(kind_of, takes_noise(likelihood))
     given, kind = list(given), type(likelihood).__name__
     for name in given:
         if known is not None and name not in known:
@@ -324,13 +324,13 @@ def check_arguments(
 
 @lru_cache(maxsize=64)
 def _arguments_of(
-    kind: type[Likelihood], conjugate: bool
+    kind: type[Likelihood], noisy: bool
 ) -> tuple[frozenset[str] | None, frozenset[str]]:
     """Names of the per-point arguments that a likelihood knows, and of those that it needs.
 
     They are the named arguments of its methods. ``None`` for one that does not name them.
     """
-    known, required = ({"noise"} if conjugate else set()), set()
+    known, required = ({"noise"} if noisy else set()), set()
     leading = {"forward": 1, "marginal": 1, "expected_log_prob": 2, "log_marginal": 2}
     anything = False
     for method, skipped in leading.items():

@@ -10,6 +10,7 @@ from gpytorch.likelihoods import BetaLikelihood, Likelihood
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
+from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.expectations import (
     conditional_log_prob,
@@ -172,7 +173,10 @@ def _expectations(
     likelihood: TaskLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Expectations:
     mean, variance = per_target(likelihood, targets, mean, variance)
-    return likelihood.each(expectations, targets, mean, variance, **kwargs)
+    result = likelihood.each(expectations, targets, mean, variance, **kwargs)
+    # Precisions of Gaussian observations may have fewer batch dimensions than their targets.
+    shape = broadcast_shapes(targets.shape, mean.shape)
+    return Expectations(*(each.expand(broadcast_shapes(each.shape, shape)) for each in result))
 
 
 @expected_log_prob.register(TaskLikelihood)

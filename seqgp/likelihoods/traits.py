@@ -76,6 +76,14 @@ def is_conjugate(likelihood: Likelihood) -> bool:
     return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
 
 
+def takes_noise(likelihood: Likelihood) -> bool:
+    """Whether all observations are Gaussian, so that each can come with a noise variance."""
+    each = getattr(likelihood, "likelihoods", None)  # of tasks
+    if isinstance(each, torch.nn.ModuleList):
+        return all(is_conjugate(part) for part in each)
+    return is_conjugate(likelihood)
+
+
 def is_real_valued(likelihood: Likelihood) -> bool:
     """Whether observations are real numbers on a scale of their own, which can be standardised.
 

@@ -34,7 +34,7 @@ from seqgp.likelihoods.by_task import TaskLikelihood
 from seqgp.likelihoods.traits import is_conjugate, is_real_valued
 from seqgp.models.construction import default_mean
 from seqgp.models.posteriors import ObservationPosterior
-from seqgp.models.sequential_gp import SequentialGP
+from seqgp.models.sequential_gp import NOISE_OF_FANTASIES, SequentialGP
 from seqgp.models.tasks import (
     TaskKernel,
     TaskMean,
@@ -51,6 +51,7 @@ from seqgp.streaming.update import UpdateRecord
 from seqgp.validation import (
     check_inputs,
     check_instance,
+    check_noise,
     check_points,
     check_tensor,
     check_Y,
@@ -360,18 +361,14 @@ class SequentialMultiTaskGP(SequentialGP):
             X: ``... x q x d`` inputs, or ``... x q x (d + 1)``.
             output_indices: Tasks, instead of the output tasks; only for inputs without one.
             observation_noise: Whether to include the noise of observations. Unless all of these
-                tasks are Gaussian, the result is a posterior over observations.
+                tasks are Gaussian, the result is a posterior over observations. A tensor
+                ``... x q x m`` gives the noise variances of Gaussian observations.
             posterior_transform: Applied to the posterior.
             arguments: There are none.
 
         Returns:
             A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has the task.
         """
-        if isinstance(observation_noise, Tensor):
-            raise NotImplementedError(
-                "observation_noise: expected True or False; noise variances of new observations "
-                "of several tasks are not supported, as in MultiTaskGP."
-            )
         m, long = 1, self._is_long(X)
         q = X.shape[-2]
         if long:
@@ -390,7 +387,17 @@ class SequentialMultiTaskGP(SequentialGP):
         f = self(self._predicted_at(X_full))
         mean, covariance = f.mean, f.lazy_covariance_matrix
         gaussian = observation_noise is False or self._is_gaussian(index)
-        if observation_noise and gaussian:
+        if isinstance(observation_noise, Tensor):
+            if not gaussian:
+                raise ValueError(
+                    "observation_noise: noise variances are for Gaussian likelihoods, not all of "
+                    "these tasks have one; pass True."
+                )
+            columns = mean.unflatten(-1, (m, q)).mT.shape
+            check_noise(observation_noise, columns, "observation_noise")
+            each = self.in_precision(observation_noise).expand(columns)
+            covariance = covariance.add_diagonal(each.mT.reshape(mean.shape))
+        elif observation_noise and gaussian:
             covariance = covariance.add_diagonal(self._noise_of(index).expand(mean.shape))
         offset, scale = self._units(index)
         if gaussian:
@@ -493,9 +500,17 @@ class SequentialMultiTaskGP(SequentialGP):
                 tasks at each.
             Y: ``... x n' x 1`` observations, or ``... x n' x m``. Without batches, they may be NaN
                 where a task was not observed.
-            noise: As for `SequentialGP`, in long format.
-            kwargs: Likewise.
+            noise: Noise variances, if all tasks are Gaussian, of the shape of ``Y``, in the space
+                of transformed outcomes.
+            kwargs: As for `SequentialGP`.
         """
+        if noise is not None:
+            check_tensor(noise, "noise")
+            check_tensor(Y, "Y")
+            if noise.shape[-2:] != Y.shape[-2:]:
+                raise ValueError(
+                    f"noise: expected the shape of Y, {tuple(Y.shape)}, got {tuple(noise.shape)}."
+                )
         if not self._is_long(X):
             check_tensor(Y, "Y")
             m = len(self.output_tasks)
@@ -504,10 +519,20 @@ class SequentialMultiTaskGP(SequentialGP):
                     f"Y: expected {m} columns, one for each output task, got {tuple(Y.shape)}."
                 )
             if X.dim() == Y.dim() == 2 and bool(Y.isnan().any()):
+                if noise is not None:
+                    seen = ~Y.mT.reshape(-1).isnan()
+                    noise = noise.mT.reshape(-1, 1)[seen]
                 X, Y = long_format(X, Y.to(X), self.output_tasks, self.task_feature)
             else:
                 X = with_task_column(X, self.output_tasks, self.task_feature)
                 Y = Y.mT.reshape(*Y.shape[:-2], -1, 1)
+                if noise is not None:
+                    noise = noise.mT.reshape(*noise.shape[:-2], -1, 1)
+        if noise is not None and not self._is_gaussian(self._index(X)):
+            raise ValueError(
+                "noise: noise variances are for Gaussian likelihoods, and not all of these tasks "
+                "have one."
+            )
         kwargs = {**self._task_arguments(X), **kwargs}
         return super().condition_on_observations(X, Y, noise, **kwargs)
 
@@ -526,15 +551,19 @@ class SequentialMultiTaskGP(SequentialGP):
             X: ``... x n' x d`` inputs, for fantasies of all output tasks, or ``... x n' x (d + 1)``
                 for those of the task in each row.
             sampler: Draws observations.
-            observation_noise: Not supported, as in `posterior`.
+            observation_noise: Noise variances, if all tasks are Gaussian, ``... x n' x m`` or
+                ``... x 1 x m``, in the space of transformed outcomes.
             propagate_grads: There is always a gradient.
             kwargs: As for `condition_on_observations`.
         """
         check_instance(sampler, MCSampler, "sampler", optional=False)
-        if observation_noise is not None:
-            raise NotImplementedError("observation_noise: not supported by models of tasks.")
+        if isinstance(observation_noise, bool):
+            raise ValueError(NOISE_OF_FANTASIES)
+        noisy = True if observation_noise is None else observation_noise
         with fantasize_flag():
-            Y = sampler(self.posterior(X, observation_noise=True))
+            Y = sampler(self.posterior(X, observation_noise=noisy))
+            if observation_noise is not None:
+                kwargs["noise"] = observation_noise.expand(Y.shape[1:])
             return self.condition_on_observations(X, Y, **kwargs)
 
     # ---------------------------------------------------------------- housekeeping

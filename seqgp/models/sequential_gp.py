@@ -103,6 +103,11 @@ from seqgp.variational.strategy import DualVariationalStrategy
 
 #: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
 _CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
+#: What is said to those who pass a flag to `fantasize`.
+NOISE_OF_FANTASIES = (
+    "observation_noise: expected noise variances or None; fantasised observations always have the "
+    "likelihood's noise."
+)
 _POSTERIOR_OPTIONS = ("output_indices", "observation_noise", "posterior_transform")
 #: Options of `update`, for errors about unknown arguments.
 _UPDATE_OPTIONS = (
@@ -1465,10 +1470,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             torch.Size([8, 3, 20, 1])
         """
         if isinstance(observation_noise, bool):
-            raise ValueError(
-                "observation_noise: expected noise variances or None; fantasised observations "
-                "always have the likelihood's noise."
-            )
+            raise ValueError(NOISE_OF_FANTASIES)
         check_points(X, self.num_inputs, "X")
         check_instance(sampler, MCSampler, "sampler", optional=False)
         X = self.in_precision(X)

@@ -271,6 +271,58 @@ def test_construct_inputs():
     assert model.covar_module.kernels[1].raw_covar_factor.shape == (3, 2)
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["learnt noise", "fixed noise"])
+def test_given_noise_variances(fixed):
+    """Against the joint covariance: those of each observation, task by task."""
+    X, Y = _data(9)
+    model = SequentialMultiTaskGP(X, Y, 1, torch.full_like(Y, 0.1) if fixed else None)
+    generator = torch.Generator().manual_seed(0)
+    T, noise = (torch.rand(2, 2, n, dtype=torch.double, generator=generator) for n in (2, 3))
+    scale = model._units(torch.arange(3))[1]
+    f = model.posterior(T)
+    noisy = model.posterior(T, observation_noise=noise)
+    torch.testing.assert_close(noisy.mean, f.mean)
+    torch.testing.assert_close(noisy.variance - f.variance, noise * scale.square())
+    with pytest.raises(ValueError, match="observation_noise: expected a shape"):
+        model.posterior(T, observation_noise=noise[..., :2])
+    # Conditioning on y with noise is conditioning the Gaussian of (f, y) on y.
+    sampler = SobolQMCNormalSampler(torch.Size([3]), seed=0)
+    fantasies = model.fantasize(T, sampler, observation_noise=noise)
+    y = sampler(noisy)
+    covariance = f.distribution.covariance_matrix  # one task after the other
+    added = torch.diag_embed((noise * scale.square()).mT.reshape(2, 6))
+    gain = torch.linalg.solve(covariance + added, covariance)
+    residual = (y - f.mean).mT.reshape(3, 2, 1, 6)
+    expected = f.mean + (residual @ gain).reshape(3, 2, 3, 2).mT
+    torch.testing.assert_close(fantasies.posterior(T).mean, expected, atol=1e-6, rtol=1e-6)
+    # Of what was not observed the noise does not count.
+    gaps = torch.tensor([[1.0, torch.nan, 0.3]], dtype=torch.double)
+    known = model.condition_on_observations(T[0, :1], gaps, noise=noise[0, :1])
+    tasks = torch.tensor([[0.0], [2.0]], dtype=torch.double)
+    at = torch.cat([T[0, :1, :1].expand(2, 1), tasks, T[0, :1, 1:].expand(2, 1)], -1)
+    rows = gaps[:, [0, 2]].mT, noise[0, :1, [0, 2]].reshape(2, 1)
+    again = model.condition_on_observations(at, rows[0], noise=rows[1])
+    _assert_same(known.posterior(T), again.posterior(T))
+
+
+def test_noise_variances_of_what_has_none():
+    X, Y = _data(9)
+    each = [GaussianLikelihood(), GaussianLikelihood(), BernoulliLikelihood()]
+    Y[X[:, 1] == 2] = (Y[X[:, 1] == 2] > 0).to(Y)
+    model = SequentialMultiTaskGP(X, Y, 1, likelihood=each)
+    T, noise = X[:2, [0, 2]], torch.full((2, 3), 0.1, dtype=torch.double)
+    with pytest.raises(ValueError, match="observation_noise: noise variances are for Gaussian"):
+        model.posterior(T, observation_noise=noise)
+    with pytest.raises(ValueError, match="noise: noise variances are for Gaussian"):
+        model.condition_on_observations(T, torch.ones_like(noise), noise=noise)
+    with pytest.raises(ValueError, match="noise: expected the shape of Y"):
+        model.condition_on_observations(T, torch.ones_like(noise), noise=noise[:, :1])
+    with pytest.raises(ValueError, match="always have the likelihood's noise"):
+        model.fantasize(T, SobolQMCNormalSampler(torch.Size([2])), observation_noise=True)
+    noisy = model.posterior(T, output_indices=[0, 1], observation_noise=noise[:, :2])
+    assert noisy.variance.shape == (2, 2)  # of the tasks that are Gaussian
+
+
 def test_bad_input():
     X, Y = _data(9)
     model = SequentialMultiTaskGP(X, Y, 1)

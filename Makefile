@@ -7,9 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
 # With progress bars on a terminal, and the name of each package elsewhere. What is imported is
-# compiled when it is imported first, which is a small part of what is installed. For this, Python
-# has to be allowed to write bytecode: otherwise each process compiles PyTorch anew, for seconds.
-export PYTHONDONTWRITEBYTECODE :=
+# compiled when it is imported first, which is a small part of what is installed.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 WORKERS ?= 2
 # Tests start many processes: what these import is compiled once, whatever the user prefers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.models.correlated_validity import objective_and_validity
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
+from seqgp.streaming.drift import discount_for
 from seqgp.trust_region import (
     TrustRegion,
     TrustRegionOptions,
@@ -86,6 +88,10 @@ class BatchOptimizer(AskTell):
         trust_region: Whether to search in a trust region around the best point, for many inputs
             (more than ten, say). `TrustRegionOptions` say how it grows and shrinks. See
             `seqgp.trust_region`. Inputs with levels and those that are fixed keep their range.
+        discount: For an objective that moves: the factor by which all that has been told before
+            counts less, each time that something is told, or ``"auto"``, which chooses it as
+            `SequentialGP.update` does. Values observed earlier may no longer hold. So the incumbent
+            and `best` are by the posterior mean. Models have to be `SequentialGP`.
         options: Options of `fantasy_batch`, including those of BoTorch's `optimize_acqf` and its
             variants: ``num_restarts``, ``fixed_features={0: 0.5}``, ``inequality_constraints``,
             ``discrete_dims={1: range(6)}`` (the values of an input), ... Initial points respect
@@ -106,7 +112,7 @@ class BatchOptimizer(AskTell):
         tensor(True)
     """
 
-    _version = 5
+    _version = 6
     _fixed = ("bounds", "maximize", "num_trials", "learn_from_failures", "correlated")
 
     def __init__(
@@ -126,6 +132,7 @@ class BatchOptimizer(AskTell):
         fit_options: dict[str, Any] | None = None,
         seed: int = 0,
         trust_region: bool | TrustRegionOptions = False,
+        discount: float | str = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(bounds, num_initial, refit_every, fit_options, seed, options)
@@ -146,6 +153,8 @@ class BatchOptimizer(AskTell):
                 "correlated: objective and validity are one model then; leave out make_objective "
                 "and make_validity."
             )
+        _check_discount(discount, bool(correlated), bool(trust_region))
+        self.discount = discount
         self.maximize, self.correlated = maximize, bool(correlated)
         self.fantasy, self.separation = fantasy, separation
         self.num_trials = int(num_trials)
@@ -157,6 +166,8 @@ class BatchOptimizer(AskTell):
         self._objective = RefittedModel(self.make_objective)
         self._validity = RefittedModel(self.make_validity)
         self._both = RefittedModel(self._make_both)
+        self.fade = self.bounds.new_empty(0)
+        self._evidence: tuple[tuple[float, ...], ...] = ((), ())
         region = TrustRegionOptions() if trust_region is True else trust_region or None
         self.trust_region_options = region
         self.trust_region = None if region is None else TrustRegion(region.length)
@@ -249,10 +260,12 @@ class BatchOptimizer(AskTell):
             raise ValueError("Y: infinite; use NaN for a failed evaluation without a value.")
         num_new = len(X)
         pending = self._without(self.pending, X)
+        factor, evidence = self._discount(X, Y, num_valid)
+        fade = torch.cat([self.fade * factor, torch.ones_like(Y)])
         X, Y = torch.cat([self.X, X.detach()]), torch.cat([self.Y, Y])
         num_valid = torch.cat([self.num_valid, num_valid])
         # Learn first: if this fails, the state does not change.
-        models = self._learn(X, Y, num_valid)
+        models = self._learn(X, Y, num_valid, fade if self.moves else None)
         region = self._moved_trust_region(Y, self._is_valid(num_valid), num_new)
         self._become(
             X=X,
@@ -260,6 +273,8 @@ class BatchOptimizer(AskTell):
             num_valid=num_valid,
             pending=pending,
             trust_region=region,
+            fade=fade,
+            _evidence=evidence,
             **models,
         )
 
@@ -303,13 +318,25 @@ class BatchOptimizer(AskTell):
         return self._is_valid(self.num_valid)
 
     @property
+    def moves(self) -> bool:
+        """Whether the objective may move, so that what has been observed need not hold any more."""
+        return self.discount != 1
+
+    @property
+    @torch.no_grad()
     def best(self) -> tuple[Tensor, Tensor] | None:
-        """Input ``d`` and value of the best valid observation, ``None`` if there is none."""
+        """Input ``d`` and value of the best valid observation, ``None`` if there is none.
+
+        With a discount, the input of the best posterior mean among them, and that mean.
+        """
         if not self.valid.any():
             return None
-        sign = 1.0 if self.maximize else -1.0
-        index = torch.where(self.valid, sign * self.Y, -torch.inf).argmax()
-        return self.X[index], self.Y[index]
+        sign, values = 1.0 if self.maximize else -1.0, self.Y
+        if self.moves and self.objective_model is not None:
+            posterior: Any = self.objective_model.posterior(self.X.unsqueeze(-2))
+            values = posterior.mean.reshape(-1)
+        index = torch.where(self.valid, sign * values, -torch.inf).argmax()
+        return self.X[index], values[index]
 
     @property
     @torch.no_grad()
@@ -318,7 +345,7 @@ class BatchOptimizer(AskTell):
         if self.objective_model is None:
             return None
         counts = self._candidates()
-        if self.incumbent == "observed":
+        if self.incumbent == "observed" and not self.moves:
             return best_valid(self.Y, counts, self.maximize)
         posterior: Any = self.objective_model.posterior(self.X[counts].unsqueeze(-2))
         return posterior.mean.max() if self.maximize else posterior.mean.min()
@@ -344,7 +371,7 @@ class BatchOptimizer(AskTell):
         X = in_context(self.X[counts], context)
         posterior: Any = self.objective_model.posterior(X.unsqueeze(-2))
         values = posterior.mean.reshape(-1)
-        if self.incumbent == "observed":
+        if self.incumbent == "observed" and not self.moves:
             there = matches_context(self.X[counts], context)
             values = torch.where(there, self.Y[counts], values)
         score = values if self.maximize else -values
@@ -406,6 +433,8 @@ class BatchOptimizer(AskTell):
             "objective": self._objective.state_dict(),
             "validity": self._validity.state_dict(),
             "both": self._both.state_dict(),
+            "fade": self.fade.clone(),
+            "evidence": self._evidence,
             "trust_region": None if self.trust_region is None else self.trust_region.state_dict(),
         }
 
@@ -427,14 +456,19 @@ class BatchOptimizer(AskTell):
         objective, validity = RefittedModel(self.make_objective), RefittedModel(self.make_validity)
         both = RefittedModel(self._make_both)
         teaches = self._teaches(Y, self._is_valid(num_valid))
-        objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1))
-        validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1))
-        both.load_state_dict(state["both"], X, self._outcomes_of_both(Y, num_valid, teaches))
+        fade = state["fade"].to(self.bounds)
+        own, all_of, of_both = self._fades(fade if self.moves else None, teaches)
+        objective.load_state_dict(state["objective"], X[teaches], Y[teaches].unsqueeze(-1), own)
+        validity.load_state_dict(state["validity"], X, num_valid.to(X).unsqueeze(-1), all_of)
+        outcomes = self._outcomes_of_both(Y, num_valid, teaches)
+        both.load_state_dict(state["both"], X, outcomes, of_both)
         self._become(
             X=X,
             Y=Y,
             num_valid=num_valid,
             pending=pending,
+            fade=fade,
+            _evidence=tuple(map(tuple, state["evidence"])),
             trust_region=None if region is None else TrustRegion(**region),
             _objective=objective,
             _validity=validity,
@@ -530,22 +564,57 @@ class BatchOptimizer(AskTell):
 
     # ---------------------------------------------------------------- models
 
-    def _learn(self, X: Tensor, Y: Tensor, num_valid: Tensor) -> dict[str, RefittedModel]:
+    def _discount(
+        self, X: Tensor, Y: Tensor, num_valid: Tensor
+    ) -> tuple[float, tuple[tuple[float, ...], ...]]:
+        """The factor for all that was told before, given what is new, and evidence for others.
+
+        Both models are asked, and the smaller factor counts.
+        """
+        if self.discount != "auto" or not len(X):
+            return (1.0 if isinstance(self.discount, str) else self.discount), self._evidence
+        teaches = self._teaches(Y, self._is_valid(num_valid))
+        news = (X[teaches], Y[teaches].unsqueeze(-1)), (X, num_valid.to(X).unsqueeze(-1))
+        pairs = zip((self._objective.model, self._validity.model), news, strict=True)
+        factor, evidence = 1.0, list(self._evidence)
+        for k, (model, new) in enumerate(pairs):
+            if isinstance(model, SequentialGP):
+                found = discount_for(model, *new, self._evidence[k])
+                factor, evidence[k] = min(factor, found.factor), found.evidence
+        return factor, ((), ()) if factor < 1 else tuple(evidence)
+
+    @staticmethod
+    def _fades(fade: Tensor | None, teaches: Tensor) -> tuple[Tensor | None, ...]:
+        """How much the observations of objective, validity and of both in one model count."""
+        if fade is None:
+            return None, None, None
+        return fade[teaches], fade, torch.cat([fade[teaches], fade])
+
+    def _learn(
+        self, X: Tensor, Y: Tensor, num_valid: Tensor, fade: Tensor | None
+    ) -> dict[str, RefittedModel]:
         """Fit the models to the data, or condition them on what is new."""
         objective, validity, both = self._objective, self._validity, self._both
         teaches = self._teaches(Y, self._is_valid(num_valid))
+        own, all_of, of_both = self._fades(fade, teaches)
         # Hyperparameters of validity cannot be learnt from a single class.
         has_both = bool((num_valid > 0).any() and (num_valid < self.num_trials).any())
         if self.correlated and has_both and teaches.any():
             outcomes = self._outcomes_of_both(Y, num_valid, teaches)
-            return {"_both": both.learn(X, outcomes, self.refit_every, self.fit_options)}
+            learnt = both.learn(X, outcomes, self.refit_every, self.fit_options, fade=of_both)
+            return {"_both": learnt}
         if teaches.any():
             objective = objective.learn(
-                X[teaches], Y[teaches].unsqueeze(-1), self.refit_every, self.fit_options
+                X[teaches], Y[teaches].unsqueeze(-1), self.refit_every, self.fit_options, fade=own
             )
         if len(X):
             validity = validity.learn(
-                X, num_valid.to(X).unsqueeze(-1), self.refit_every, self.fit_options, fit=has_both
+                X,
+                num_valid.to(X).unsqueeze(-1),
+                self.refit_every,
+                self.fit_options,
+                fit=has_both,
+                fade=all_of,
             )
         return {"_objective": objective, "_validity": validity}
 
@@ -588,4 +657,23 @@ class BatchOptimizer(AskTell):
             sharp(get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)),
             self._validity_likelihood(),
             input_transform=Normalize(d + 1, indices=[*range(d)], bounds=self.bounds),
+        )
+
+
+def _check_discount(discount: object, correlated: bool, trust_region: bool) -> None:
+    """Raise unless a discount is a number in (0, 1] or ``"auto"``, and goes with the rest."""
+    if discount != "auto":
+        if isinstance(discount, bool) or not isinstance(discount, Real):
+            raise TypeError(f'discount: expected a number in (0, 1] or "auto", got {discount!r}.')
+        if not 0 < discount <= 1:
+            raise ValueError(f"discount: expected a number in (0, 1], got {discount}.")
+    if discount == "auto" and correlated:
+        raise ValueError(
+            "correlated: a discount is not chosen for a model of both; pass discount=0.9, say, or "
+            "leave out correlated."
+        )
+    if discount != 1 and trust_region:
+        raise ValueError(
+            "trust_region: its size follows improvements on values observed earlier, which need "
+            "not hold if the objective moves; leave out discount or trust_region."
         )

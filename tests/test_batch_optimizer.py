@@ -630,3 +630,121 @@ def test_correlated_models_of_several_trials_in_a_trust_region() -> None:
 def test_correlated_models_are_not_the_users_own() -> None:
     with pytest.raises(ValueError, match=r"correlated: .* leave out make_objective"):
         BatchOptimizer(unit(), correlated=True, make_objective=SingleTaskGP)
+
+
+# -------------------------------------------------------------------------------- that moves
+
+
+def peak_at(X: Tensor, centre: float) -> Tensor:
+    return -(X.squeeze(-1) - centre).square() * 4
+
+
+def moved(**options: Any) -> BatchOptimizer:
+    """One that was told of a peak at .2, and then of one at .8 where that had been and beyond."""
+    loop = BatchOptimizer(unit(1), num_initial=4, **{**FEW, **options})
+    X = torch.linspace(0, 0.5, 8).unsqueeze(-1)
+    loop.tell(X, peak_at(X, 0.2))
+    for x in torch.tensor([[0.2], [0.0], [0.45]]):
+        loop.tell(x.unsqueeze(-1), peak_at(x.unsqueeze(-1), 0.8))
+    return loop
+
+
+def test_an_optimum_that_has_moved_is_found_again() -> None:
+    """The best is by what is known now, not a value that was observed before it moved."""
+    stale = moved().best
+    assert stale is not None
+    assert float((stale[0] - 0.2).abs()) < 0.05
+    loop = moved(discount=0.6)
+    for _ in range(10):
+        x = loop.ask()
+        loop.tell(x, peak_at(x, 0.8))
+    assert loop.best is not None
+    assert float((loop.best[0] - 0.8).abs()) < 0.1
+    assert abs(float(loop.best[1])) < 0.05
+
+
+@pytest.mark.parametrize("refit_every", [1, 100])
+def test_a_discount_is_a_larger_noise(refit_every: int) -> None:
+    """An evaluation that counts half is one with twice the noise variance."""
+    loop = moved(discount=0.5, refit_every=refit_every)
+    fade = torch.cat([torch.full((8,), 0.125), torch.tensor([0.25, 0.5, 1.0])])
+    assert_close(loop.fade, fade)
+    model = loop.objective_model
+    assert isinstance(model, SequentialGP)
+    noise = (model.likelihood.noise / fade).unsqueeze(-1)
+    transform = model.outcome_transform
+    mean, scale = transform.means.squeeze(), transform.stdvs.squeeze()
+    expected = SequentialGP(
+        loop.X,
+        (loop.Y.unsqueeze(-1) - mean) / scale,
+        noise.detach(),
+        mean_module=copy.deepcopy(model.mean_module),
+        covar_module=copy.deepcopy(model.covar_module),
+        input_transform=copy.deepcopy(model.input_transform),
+        outcome_transform=None,
+    )
+    grid = torch.linspace(0, 1, 30).unsqueeze(-1)
+    assert_close(model.posterior(grid).mean, expected.posterior(grid).mean * scale + mean, 1e-6)
+    assert_close(model.posterior(grid).variance, expected.posterior(grid).variance * scale**2, 1e-6)
+
+
+@pytest.mark.parametrize("refit_every", [1, 100])
+@pytest.mark.parametrize("discount", [0.5, "auto"])
+def test_resumes_with_what_has_faded(discount: float | str, refit_every: int) -> None:
+    loop = moved(discount=discount, refit_every=refit_every)
+    other = BatchOptimizer(
+        unit(1), num_initial=4, discount=discount, refit_every=refit_every, **FEW
+    )
+    buffer = io.BytesIO()
+    torch.save(loop.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(other.fade, loop.fade)
+    assert_close(other.ask(1), loop.ask(1), 1e-6)
+    x = torch.tensor([[0.7]])
+    for each in (loop, other):
+        each.tell(x, peak_at(x, 0.8))
+    grid = torch.linspace(0, 1, 30).unsqueeze(-1)
+    assert loop.objective_model is not None
+    assert other.objective_model is not None
+    means = [each.posterior(grid).mean for each in (loop.objective_model, other.objective_model)]
+    assert_close(means[0], means[1], 1e-5)
+
+
+def test_a_discount_by_itself() -> None:
+    """Values are as they were, and then they are not."""
+    loop = BatchOptimizer(unit(1), num_initial=4, discount="auto", **FEW)
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for sign in (1, 1, 1, 1, -1):
+        X = torch.rand(12, 1, generator=generator)
+        Y = sign * torch.sin(6 * X.squeeze(-1)) + 0.1 * torch.randn(12, generator=generator)
+        before = loop.fade
+        loop.tell(X, Y)
+        factors.append(float(loop.fade[0]) if len(before) else 1.0)
+    assert factors[:4] == [1.0] * 4
+    assert factors[4] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"discount": 0}, r"discount: expected a number in \(0, 1\], got 0"),
+        ({"discount": 1.5}, "discount: expected a number in"),
+        ({"discount": "often"}, 'discount: expected a number in .* or "auto"'),
+        ({"discount": True}, 'discount: expected a number in .* or "auto"'),
+        ({"discount": 0.9, "trust_region": True}, "trust_region: its size"),
+        ({"discount": "auto", "correlated": True}, "correlated: a discount is not chosen"),
+    ],
+)
+def test_impossible_discounts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        BatchOptimizer(unit(1), **options)
+
+
+def test_models_that_cannot_fade() -> None:
+    loop = BatchOptimizer(unit(1), discount=0.9, make_objective=SingleTaskGP, **FEW)
+    X = make_inputs(5, 1)
+    with pytest.raises(TypeError, match="discount: expected models that are SequentialGP"):
+        loop.tell(X, peak_at(X, 0.2))
+    assert not len(loop.X)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,13 @@ class RefittedModel:
         self.num_fitted = 0
 
     def learn(
-        self, X: Tensor, Y: Tensor, refit_every: int, options: dict[str, Any], fit: bool = True
+        self,
+        X: Tensor,
+        Y: Tensor,
+        refit_every: int,
+        options: dict[str, Any],
+        fit: bool = True,
+        fade: Tensor | None = None,
     ) -> RefittedModel:
         """Fit a new model, or condition the present one on new data.
 
@@ -50,17 +57,22 @@ class RefittedModel:
             refit_every: The number of new observations after which hyperparameters are fitted.
             options: Options of L-BFGS for fitting hyperparameters.
             fit: Whether hyperparameters are fitted at all.
+            fade: ``n``, how much each observation counts; by default once. Only a `SequentialGP`
+                knows how to.
         """
         result = RefittedModel(self.make)
         if self.base is not None and len(X) - self.num_fitted < refit_every:
             result.base, result.num_fitted = self.base, self.num_fitted
-            result.model = _condition_on_new(self.base, X, Y, self.num_fitted)
+            result.model = self._with_new(X, Y, fade)
             return result
         model = _make(self.make, X, Y)
+        _let_fade(model, fade)
         if fit:
             if self.base is not None:
                 _copy_hyperparameters(self.base, model)
             _fit(model, options)
+        elif fade is not None:
+            model.refresh()
         result.model = result.base = model.eval()
         result.num_fitted = len(X)
         return result
@@ -70,26 +82,53 @@ class RefittedModel:
         state = {} if self.base is None else dict(self.base.state_dict())
         return {"num_fitted": self.num_fitted, "model": state}
 
-    def load_state_dict(self, state: dict[str, Any], X: Tensor, Y: Tensor) -> None:
+    def _with_new(self, X: Tensor, Y: Tensor, fade: Tensor | None) -> Model:
+        """The model as it was fitted, and all data."""
+        assert self.base is not None
+        if fade is None:
+            return _condition_on_new(self.base, X, Y, self.num_fitted)
+        model = _make(self.make, X, Y)  # what has been conditioned on is not to count less
+        _let_fade(model, fade)
+        _copy_hyperparameters(self.base, model)
+        return model.eval()
+
+    def load_state_dict(
+        self, state: dict[str, Any], X: Tensor, Y: Tensor, fade: Tensor | None = None
+    ) -> None:
         """Restore the model from its state and the data.
 
         Args:
             state: The result of `state_dict`.
             X: ``n x d`` inputs.
             Y: ``n x 1`` targets.
+            fade: As for `learn`.
         """
         self.num_fitted = state["num_fitted"]
         if not self.num_fitted:
             return
         base = _make(self.make, X[: self.num_fitted], Y[: self.num_fitted])
+        _let_fade(base, None if fade is None else fade[: self.num_fitted])
         base.load_state_dict(state["model"])
-        self.base = base.eval()
-        self.model = _condition_on_new(self.base, X, Y, self.num_fitted)
+        self.base = self.model = base.eval()
+        if len(X) > self.num_fitted:
+            self.model = self._with_new(X, Y, fade)
 
 
 def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
     with X.device:  # BoTorch and GPyTorch make some tensors on the default device
         return make(X, Y)
+
+
+def _let_fade(model: Model, fade: Tensor | None) -> None:
+    """Let observations count less from the next time that a model learns."""
+    if fade is None:
+        return
+    if not isinstance(model, SequentialGP):
+        raise TypeError(
+            f"discount: expected models that are SequentialGP, whose observations can count less; "
+            f"got a {type(model).__name__}."
+        )
+    model.stream = replace(model.stream, fade=fade.to(model.stream.fade), fades=True)
 
 
 @torch.no_grad()

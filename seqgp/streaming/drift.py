@@ -55,6 +55,23 @@ class Discounting(NamedTuple):
 
 
 @torch.no_grad()
+def discount_for(
+    model: StreamModel, X: Tensor, Y: Tensor, evidence: tuple[float, ...]
+) -> Discounting:
+    """The discount that raw observations ask for, of a model that remembers all that it knows.
+
+    Args:
+        model: The model before it has learnt them.
+        X: ``n x d`` inputs.
+        Y: ``n x m`` observations.
+        evidence: As for `choose_discount`.
+    """
+    new = model.transformed(model.checked(X, Y, None, {}))
+    old = model.transformed(model.stream.observations)
+    return choose_discount(model, new, old, model.stream.counts, evidence)
+
+
+@torch.no_grad()
 def choose_discount(
     model: StreamModel,
     new: Observations,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from seqgp.checkpoint import save as save
     from seqgp.likelihoods import BinomialLikelihood as BinomialLikelihood
     from seqgp.likelihoods import CensoredGaussianLikelihood as CensoredGaussianLikelihood
+    from seqgp.likelihoods import ChoiceLikelihood as ChoiceLikelihood
     from seqgp.likelihoods import GammaLikelihood as GammaLikelihood
     from seqgp.likelihoods import (
         HeteroscedasticGaussianLikelihood as HeteroscedasticGaussianLikelihood,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BinomialLikelihood",
     "CensoredGaussianLikelihood",
+    "ChoiceLikelihood",
     "DualELBO",
     "DualNGD",
     "DualVariationalStrategy",
@@ -82,6 +84,7 @@ __all__ = [
 _OBJECTS = {
     "BinomialLikelihood": "seqgp.likelihoods",
     "CensoredGaussianLikelihood": "seqgp.likelihoods",
+    "ChoiceLikelihood": "seqgp.likelihoods",
     "DualELBO": "seqgp.variational",
     "DualNGD": "seqgp.variational",
     "DualVariationalStrategy": "seqgp.variational",

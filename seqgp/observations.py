@@ -15,6 +15,7 @@ from seqgp.distributed import Ranks
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import Evaluate
 from seqgp.dual.sites import Expectations
+from seqgp.likelihoods.choices import first_parts
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.expectations import expectations
 from seqgp.likelihoods.traits import observation_noise
@@ -107,6 +108,16 @@ class Observations:
     def points(self) -> Tensor:
         """``... x n x d``, or ``... x (n J) x d``: all inputs, whatever is observed of them."""
         return self.inputs if self.coefficients is None else self.inputs.flatten(-3, -2)
+
+    @property
+    def first_parts(self) -> Tensor | None:
+        """``n``, the index of the first part of the answer that each of them is a part of.
+
+        A choice among several items has several parts, which are only kept, folded, or forgotten
+        together. ``None`` if each is an answer by itself.
+        """
+        size = self.arguments.get("choice_size")
+        return None if size is None else first_parts(size)
 
     def with_inputs(self, inputs: Tensor) -> Observations:
         """The same observations with other `points`, transformed ones for instance."""

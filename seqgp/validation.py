@@ -305,6 +305,10 @@ def check_arguments(
     """
     kind_of: Any = type(likelihood)  # hashable, as all classes are
     known, required = _arguments_of(kind_of, takes_noise(likelihood))
+    for part in getattr(likelihood, "likelihoods", ()):  # of tasks, which pass them on
+        kind_of = type(part)
+        own, _ = _arguments_of(kind_of, takes_noise(part))
+        known = None if known is None or own is None else known | own
     given, kind = list(given), type(likelihood).__name__
     for name in given:
         if known is not None and name not in known:

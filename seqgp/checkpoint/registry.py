@@ -415,6 +415,7 @@ register(
     sl.RatingLikelihood,
     {"scale": None, "level": None, "noise": None, "batch_shape": _shape_of("raw_noise")},
 )
+register(sl.ChoiceLikelihood)
 register(sl.TieLikelihood, {"width": None})  # it is a parameter
 
 

@@ -2,7 +2,7 @@
 
 * `discrete`: binomial, overdispersed binomial and ordinal likelihoods; `psychometric`: labels with
   guess and lapse rates; `continuous`: positive and censored numbers; `heteroscedastic`: noise that
-  varies with the inputs; `ties` and `ratings`: comparisons and ratings of items;
+  varies with the inputs; `ties`, `choices` and `ratings`: what people say of items;
 * `traits`: whether a likelihood is conjugate, log-concave, or of one latent function;
 * `expectations`: expected log probabilities and their derivatives; `softmax` has those of softmax
   likelihoods, `quadrature` the nodes and weights;
@@ -11,6 +11,7 @@
 
 from seqgp.likelihoods import softmax as _softmax  # registers its rules  # noqa: F401
 from seqgp.likelihoods.by_task import TaskLikelihood
+from seqgp.likelihoods.choices import ChoiceLikelihood
 from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import (
     BinomialLikelihood,
@@ -27,6 +28,7 @@ from seqgp.likelihoods.ties import TieLikelihood
 __all__ = [
     "BinomialLikelihood",
     "CensoredGaussianLikelihood",
+    "ChoiceLikelihood",
     "GammaLikelihood",
     "HeteroscedasticGaussianLikelihood",
     "OrdinalLikelihood",

@@ -68,7 +68,8 @@ def precision_floor(likelihood: Likelihood) -> float | None:
     each = getattr(likelihood, "likelihoods", None)  # of tasks
     if isinstance(each, torch.nn.ModuleList):
         return 0.0 if all(precision_floor(part) == 0.0 for part in each) else None
-    return 0.0 if is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE) else None
+    known = is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE)
+    return 0.0 if known or getattr(likelihood, "is_log_concave", False) else None
 
 
 def is_conjugate(likelihood: Likelihood) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.likelihoods.by_task import TaskLikelihood
+from seqgp.likelihoods.choices import ChoiceLikelihood, pairs_of
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.ratings import RatingLikelihood
 from seqgp.likelihoods.ties import TieLikelihood
@@ -65,39 +66,74 @@ def check_comparisons(comparisons: Any, num_items: int, name: str = "comparisons
     return indices
 
 
-def choices_as_comparisons(choices: Tensor) -> Tensor:
-    r"""Choices of the best one of ``k`` items, as comparisons of it with each of the others.
-
-    A person who chooses item :math:`1` of :math:`k` with probability :math:`e^{f_1} / \sum_j
-    e^{f_j}` does so at least with the product of the logistic probabilities of these comparisons,
-
-    .. math:: \frac{e^{f_1}}{\sum_j e^{f_j}} \ge \prod_{j > 1} \sigma(f_1 - f_j),
-
-    because :math:`\prod_j (1 + a_j) \ge 1 + \sum_j a_j` for :math:`a_j = e^{f_j - f_1} > 0`
-    (Titsias, 2016: "One-vs-each"). So a `PreferenceGP` with a `PairwiseLogitLikelihood` maximises
-    a lower bound of the evidence of the choices, which is tight for ``k = 2`` and where the choice
-    is certain. Losers are not compared with each other. Each of the other items counts as one more
-    answer, so that utilities lean further towards the chosen items than those of the softmax would.
+def check_choices(choices: Any, items: Tensor) -> Tensor:
+    """Choices as whole numbers; raises unless they are ``n x k`` indices of items, each once.
 
     Args:
-        choices: ``... x n x k`` indices of items, the chosen one first in each row.
-
-    Returns:
-        ``... x n (k - 1) x 2`` comparisons.
-
-    Example:
-        >>> choices_as_comparisons(torch.tensor([[4, 0, 1], [2, 3, 4]])).tolist()
-        [[4, 0], [4, 1], [2, 3], [2, 4]]
+        choices: The indices, that of the chosen item first in each row; -1 at the end of rows with
+            fewer items.
+        items: ``n x d`` items.
     """
     check_tensor(choices, "choices")
-    if choices.dim() < 2 or choices.shape[-1] < 2:
+    if items.dim() > 2:
+        raise ValueError("choices: a batch of models learns from comparisons alone.")
+    if choices.dim() != 2 or choices.shape[-1] < 2:
         raise ValueError(
-            "choices: expected shape ... x n x k, the indices of at least two items in each row, "
-            f"the chosen one first, got {tuple(choices.shape)}."
+            "choices: expected shape n x k, the indices of at least two items in each row, the "
+            f"chosen one first, got {tuple(choices.shape)}."
         )
-    others = choices[..., 1:]
-    pairs = torch.stack([choices[..., :1].expand_as(others), others], -1)
-    return pairs.flatten(-3, -2)
+    check_finite(choices, "choices")
+    indices = choices.long()
+    if choices.dtype == torch.bool or not torch.equal(indices.to(choices), choices):
+        raise ValueError("choices: expected indices of items, which are whole numbers.")
+    outside = (indices < -1) | (indices >= len(items))
+    if bool(outside.any()):
+        raise ValueError(
+            f"choices: expected indices of {len(items)} items, from 0 to {len(items) - 1}, or -1 "
+            f"for none, got {int(indices[outside][0])}."
+        )
+    none = indices < 0
+    if bool(none[:, :2].any() | (none[:, :-1] & ~none[:, 1:]).any()):
+        raise ValueError(
+            "choices: expected at least two items in each row, and -1 at its end only."
+        )
+    return indices.to(items.device)
+
+
+def pairs_of_choices(items: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """All pairs of the items of each choice, as a `ChoiceLikelihood` has them.
+
+    Losers are in the order of their coordinates, so that equal choices have equal pairs.
+
+    Args:
+        items: ``n x d`` items.
+        choices: ``c x k`` indices of them, checked.
+
+    Returns:
+        ``p x 2`` pairs, those of a choice next to each other, and ``p`` sizes of choices.
+    """
+    if not choices.numel():
+        return choices.new_empty(0, 2), items.new_empty(0)
+    place = items.unique(dim=0, return_inverse=True)[1]
+    size, parts = (choices >= 0).sum(-1), []
+    for k in size.unique().tolist():
+        row = (size == k).nonzero().squeeze(-1)
+        chosen, losers = choices[row, :1], choices[row, 1:k]
+        losers = losers.gather(-1, place[losers].argsort(-1))
+        among = torch.cat([chosen, losers], -1)
+        at = place[among].sort(-1).values
+        same = (at[:, 1:] == at[:, :-1]).any(-1)
+        if bool(same.any()):
+            raise ValueError(
+                "choices: expected each item once in a choice, got one of them twice in row "
+                f"{int(row[same][0])}."
+            )
+        first, second = pairs_of(k)
+        pairs = torch.stack([among[:, first], among[:, second]], -1)
+        parts.append((row.repeat_interleave(len(first)), pairs.flatten(0, 1)))
+    row, pairs = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    order = row.argsort(stable=True)
+    return pairs[order], size[row[order]].to(items)
 
 
 @dataclass(frozen=True)
@@ -105,13 +141,15 @@ class Answers:
     """What people said, as observations of functionals of two points: first of the differences.
 
     A rating is an observation of the utility of an item itself. The second of its points is the
-    item once more, with a coefficient of zero.
+    item once more, with a coefficient of zero. A choice is one of the differences of all pairs of
+    its items.
 
     Attributes:
         inputs: ``... x k x 2 x d`` items.
         targets: ``... x k`` outcomes, see `outcomes`, or ratings.
         coefficients: ``... x k x 2``.
-        arguments: Which likelihood each is of, if there is one of ratings.
+        arguments: Which likelihood each is of, if there is one of ratings; of how many items each
+            choice is, if the likelihood is one of choices.
     """
 
     inputs: Tensor
@@ -127,8 +165,9 @@ class Answers:
         comparisons: Tensor,
         ties: Tensor | None = None,
         ratings: Tensor | None = None,
+        choices: Tensor | None = None,
     ) -> Answers:
-        """Comparisons and ratings of items, checked.
+        """Comparisons, choices and ratings of items, checked.
 
         Args:
             likelihood: The likelihood of the model.
@@ -136,8 +175,21 @@ class Answers:
             comparisons: ``... x k x 2`` indices of them, checked.
             ties: ``... x k``, which of the comparisons were ties.
             ratings: ``n`` ratings, NaN for items that were not rated.
+            choices: ``c x k`` indices of items, as for `check_choices`.
         """
-        compared = likelihood_of_comparisons(likelihood)
+        compared, arguments = likelihood_of_comparisons(likelihood), {}
+        if isinstance(compared, ChoiceLikelihood):
+            sizes = items.new_full((comparisons.shape[-2],), 2.0)
+            if choices is not None:
+                pairs, more = pairs_of_choices(items, check_choices(choices, items))
+                comparisons = torch.cat([comparisons.to(items.device), pairs])
+                sizes = torch.cat([sizes, more])
+            arguments["choice_size"] = sizes
+        elif choices is not None:
+            raise ValueError(
+                f"choices: {type(compared).__name__} has none; build the model with "
+                "likelihood=seqgp.ChoiceLikelihood()."
+            )
         inputs = compared_items(items, comparisons.to(items.device))
         targets = outcomes(compared, inputs, ties)
         coefficients = difference_coefficients(compared, inputs)
@@ -147,19 +199,22 @@ class Answers:
                     "ratings: the model has no likelihood for them; build it with "
                     "rating_likelihood=seqgp.RatingLikelihood()."
                 )
-            return cls(inputs, targets, coefficients, {})
+            return cls(inputs, targets, coefficients, arguments)
         rated = items[..., :0, :]
         values = items.new_empty(0)
         if ratings is not None:
             is_rated = ~check_ratings(ratings, items).isnan()
             rated, values = items[is_rated], ratings[is_rated].to(items)
         task = torch.cat([torch.zeros_like(targets), torch.ones_like(values)], -1)
+        if "choice_size" in arguments:  # each is an answer by itself, like a comparison
+            sizes = arguments["choice_size"]
+            arguments["choice_size"] = torch.cat([sizes, torch.full_like(values, 2.0)])
         one = torch.tensor([1.0, 0.0], dtype=items.dtype, device=items.device)
         return cls(
             torch.cat([inputs, rated.unsqueeze(-2).expand(*rated.shape[:-1], 2, -1)], -3),
             torch.cat([targets, values], -1),
             torch.cat([coefficients, one.expand(len(values), 2)], -2),
-            {"task": task},
+            {**arguments, "task": task},
         )
 
 
@@ -290,11 +345,13 @@ def comparison_likelihood(likelihood: Likelihood | None) -> Likelihood:
         return BernoulliLikelihood()
     if isinstance(likelihood, PairwiseLogitLikelihood):
         return BinomialLikelihood(total_count=1, link="logit")
-    if isinstance(likelihood, BernoulliLikelihood | BinomialLikelihood | TieLikelihood):
+    if isinstance(likelihood, BernoulliLikelihood | BinomialLikelihood):
+        return likelihood
+    if isinstance(likelihood, TieLikelihood | ChoiceLikelihood):
         return likelihood
     raise TypeError(
-        "likelihood: expected BoTorch's PairwiseProbitLikelihood or PairwiseLogitLikelihood, or a "
-        f"TieLikelihood, got {type(likelihood).__name__}."
+        "likelihood: expected BoTorch's PairwiseProbitLikelihood or PairwiseLogitLikelihood, a "
+        f"TieLikelihood or a ChoiceLikelihood, got {type(likelihood).__name__}."
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from botorch.acquisition.objective import PosteriorTransform
+from botorch.models.likelihoods.pairwise import PairwiseLogitLikelihood
 from botorch.models.pairwise_gp import PairwiseGP
 from botorch.models.transforms.input import InputTransform
 from botorch.models.utils.assorted import fantasize as fantasize_flag
@@ -23,18 +24,17 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from seqgp.distributed import Ranks
-from seqgp.likelihoods import TieLikelihood, log_predictive
+from seqgp.likelihoods import ChoiceLikelihood, TieLikelihood, log_predictive
+from seqgp.likelihoods.choices import choices_among, first_parts
 from seqgp.models.comparisons import (
     Answers,
     check_comparisons,
     check_ratings,
-    compared_items,
     comparison_likelihood,
     default_kernel,
     difference_coefficients,
     likelihood_of_comparisons,
     likelihood_of_ratings,
-    outcomes,
     with_ratings,
 )
 from seqgp.models.construction import choose_inducing_points, distinct, frozen
@@ -68,7 +68,8 @@ class PreferenceGP(SequentialGP):
         comparisons: ``batch_shape x k x 2`` indices of items, the preferred one first. With
             ``None``, nothing has been compared yet, and the posterior is the prior.
         likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or
-            `PairwiseLogitLikelihood`; a `seqgp.TieLikelihood` if items can be equally good.
+            `PairwiseLogitLikelihood`; a `seqgp.TieLikelihood` if items can be equally good, a
+            `seqgp.ChoiceLikelihood` for choices among more than two.
         covar_module: The kernel of the utility; by default that of `PairwiseGP`.
         input_transform: Applied to all items. Statistics that it learns are frozen at construction.
         mean_module: The mean; by default zero, since comparisons do not depend on it.
@@ -78,6 +79,11 @@ class PreferenceGP(SequentialGP):
         ties: ``batch_shape x k`` booleans, which of the comparisons were ties. With them, the
             default likelihood is a `TieLikelihood`. `update`, `forget`, `leverage`,
             `condition_on_observations` and `log_predictive_density` take them, too.
+        choices: ``c x k`` indices of items, of which the first in each row was chosen as the best
+            of all; -1 at the end of rows with fewer items. With them, the default likelihood is a
+            `ChoiceLikelihood`, and the methods above take ``choices=``, too. Such a choice counts
+            as one answer where the memory is limited, and as one observation for each pair of its
+            items elsewhere.
         ratings: ``n`` ratings of the items, NaN for those that were not rated. With them, or with
             a ``rating_likelihood``, the methods above take ``ratings=``, too: one for each of the
             items that are passed. Items may be rated or compared, or both.
@@ -113,6 +119,7 @@ class PreferenceGP(SequentialGP):
         inducing_point_allocator: InducingPointAllocator | None = None,
         learn_inducing_points: bool | None = None,
         ties: Tensor | None = None,
+        choices: Tensor | None = None,
         ratings: Tensor | None = None,
         rating_likelihood: Likelihood | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
@@ -143,11 +150,13 @@ class PreferenceGP(SequentialGP):
             comparisons = check_comparisons(comparisons, n)
             if likelihood is None and ties is not None:
                 likelihood = TieLikelihood()
+            if choices is not None and isinstance(likelihood, PairwiseLogitLikelihood | None):
+                likelihood = ChoiceLikelihood()
             rated: Likelihood | Tensor | None = rating_likelihood
             if rated is None and ratings is not None:
                 rated = ranks.gather(check_ratings(ratings, datapoints))
             likelihood = with_ratings(comparison_likelihood(likelihood), rated).to(datapoints)
-            answers = Answers.of(likelihood, datapoints, comparisons, ties, ratings)
+            answers = Answers.of(likelihood, datapoints, comparisons, ties, ratings, choices)
             items = ranks.gather(datapoints, -2)
             if not ranks.alone and items.dim() == 2:
                 items = distinct(items)[0]
@@ -210,7 +219,7 @@ class PreferenceGP(SequentialGP):
     def ties(self) -> Tensor:
         """``k``, which of the `comparisons` are ties; the order of their items means nothing."""
         held = self.stream.observations
-        targets = held.targets[..., self._is_comparison(held)]
+        targets = held.targets[..., self._choice_sizes(held) == 2]
         if not isinstance(self.comparison_likelihood, TieLikelihood):
             return torch.zeros_like(targets, dtype=torch.bool)
         return targets == 1
@@ -220,17 +229,37 @@ class PreferenceGP(SequentialGP):
         """The ratings that the model holds: ``k`` indices of `datapoints`, and ``k`` numbers."""
         return self._held()[2:]
 
-    def _is_comparison(self, held: Observations) -> Tensor:
-        """``k`` booleans: which observations are comparisons, and not ratings."""
-        if self.rating_likelihood is None:
-            return held.targets.new_ones(len(held), dtype=torch.bool)
-        return held.arguments["task"] == 0
+    @property
+    @reads
+    def choices(self) -> Tensor:
+        """``c x k``, the choices among more than two, as indices of `datapoints`; -1 for none."""
+        held = self.stream.observations
+        pairs = distinct(held.points.detach())[1].reshape(-1, 2)
+        found: list[tuple[int, list[int]]] = []
+        sizes = self._choice_sizes(held)
+        for k, index in choices_among(sizes[sizes > 2]):
+            of = (sizes > 2).nonzero().squeeze(-1)[index]
+            among = torch.cat([pairs[of[:, 0], :1], pairs[of[:, : k - 1], 1]], -1)
+            found += zip(of[:, 0].tolist(), among.tolist(), strict=True)
+        width = max((len(row) for _, row in found), default=2)
+        rows = [row + [-1] * (width - len(row)) for _, row in sorted(found)]
+        return torch.tensor(rows, dtype=torch.long, device=pairs.device).reshape(-1, width)
+
+    def _choice_sizes(self, held: Observations) -> Tensor:
+        """``k``: of how many items each observation is a choice; 0 for a rating."""
+        sizes = held.arguments.get("choice_size")
+        if sizes is None:
+            sizes = held.inputs.new_full((len(held),), 2.0)
+        if self.rating_likelihood is not None:
+            sizes = sizes.where(held.arguments["task"] == 0, 0.0)
+        return sizes
 
     @reads
     def _held(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Items, comparisons of them, indices of those that were rated, and ratings."""
         held = self.stream.observations
-        points, compared = held.points.detach(), self._is_comparison(held)
+        points, sizes = held.points.detach(), self._choice_sizes(held)
+        compared, rated = sizes == 2, sizes == 0
         if points.dim() > 2:  # in a batch each may have another number of items
             indices = torch.arange(points.shape[-2], device=points.device)
             pairs = indices.reshape(-1, 2).expand(*held.inputs.shape[:-1])
@@ -239,7 +268,7 @@ class PreferenceGP(SequentialGP):
         pairs = indices.reshape(-1, 2)
         wins = held.targets[compared].unsqueeze(-1) > 0.5  # fantasies may prefer the second item
         comparisons = torch.where(wins, pairs[compared], pairs[compared].flip(-1))
-        return items, comparisons, pairs[~compared, 0], held.targets[~compared].clone()
+        return items, comparisons, pairs[rated, 0], held.targets[rated].clone()
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
@@ -269,25 +298,30 @@ class PreferenceGP(SequentialGP):
             X: ``batch_shape x n x d`` items.
             Y: ``batch_shape x k x 2`` indices of these, the preferred item first.
             noise: Not for comparisons.
-            arguments: ``ties`` and ``ratings``, if there are any.
+            arguments: ``ties``, ``ratings`` and ``choices``, if there are any.
         """
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
         arguments = dict(arguments)
-        ties, ratings = arguments.pop("ties", None), arguments.pop("ratings", None)
-        answers = self._answers(X, Y, ties, ratings)
+        names = ("ties", "ratings", "choices")
+        answers = self._answers(X, Y, *(arguments.pop(name, None) for name in names))
         arguments = {**arguments, **answers.arguments, "coefficients": answers.coefficients}
         return super().checked(answers.inputs, answers.targets.unsqueeze(-1), None, arguments)
 
     def _answers(
-        self, X: Tensor, Y: Tensor, ties: Tensor | None, ratings: Tensor | None
+        self,
+        X: Tensor,
+        Y: Tensor,
+        ties: Tensor | None = None,
+        ratings: Tensor | None = None,
+        choices: Tensor | None = None,
     ) -> Answers:
-        """Comparisons and ratings of items, checked."""
+        """Comparisons, choices and ratings of items, checked."""
         check_points(X, self.num_inputs, "X")
         check_finite(X, "X", -2)
         X = self.in_precision(X)
         Y = check_comparisons(Y, X.shape[-2], "Y")
-        return Answers.of(self.likelihood, X, Y, ties, ratings)
+        return Answers.of(self.likelihood, X, Y, ties, ratings, choices)
 
     @writes
     def set_train_data(
@@ -298,23 +332,26 @@ class PreferenceGP(SequentialGP):
         update_model: bool = True,
         ties: Tensor | None = None,
         ratings: Tensor | None = None,
+        choices: Tensor | None = None,
     ) -> None:
-        """Replace all comparisons, and all ratings.
+        """Replace all comparisons, choices and ratings.
 
         Args:
             datapoints: ``batch_shape x n x d`` items.
             comparisons: ``batch_shape x k x 2`` indices of them. If either is ``None``, nothing
                 happens, as in `PairwiseGP`.
-            strict: Whether there must be as many comparisons and ratings as before.
+            strict: Whether there must be as many observations as before.
             update_model: Whether to compute the posterior.
             ties: ``batch_shape x k``, which of the comparisons are ties.
             ratings: ``n`` ratings of the items, NaN for those that were not rated.
+            choices: ``c x k`` indices of items, the chosen one first.
         """
         if datapoints is None or comparisons is None:
             return
         ranks = self.variational_strategy.ranks
         with ranks.together():
-            data = self.checked(datapoints, comparisons, None, {"ties": ties, "ratings": ratings})
+            given = {"ties": ties, "ratings": ratings, "choices": choices}
+            data = self.checked(datapoints, comparisons, None, given)
             number = ranks.total(len(data))
             if strict and number != self.num_data:
                 raise ValueError(f"comparisons: expected {self.num_data}, got {number}.")
@@ -420,25 +457,33 @@ class PreferenceGP(SequentialGP):
     @torch.no_grad()
     @reads
     def log_predictive_density(
-        self, X: Tensor, targets: Tensor, ties: Tensor | None = None, **arguments: Any
+        self,
+        X: Tensor,
+        targets: Tensor,
+        ties: Tensor | None = None,
+        choices: Tensor | None = None,
+        **arguments: Any,
     ) -> Tensor:
-        """``... x k``, the log probability of comparisons.
+        """``... x k``, the log probability of comparisons, and then of choices.
 
         Args:
             X: ``... x n x d`` items.
             targets: ``... x k x 2`` indices of these, the preferred item first.
             ties: ``... x k``, which of the comparisons are ties.
+            choices: ``c x k'`` indices of items, the chosen one first.
             arguments: There are none.
         """
-        check_points(X, self.num_inputs, "X")
-        check_finite(X, "X", -2)
-        X, likelihood = self.in_precision(X), self.comparison_likelihood
-        pairs = compared_items(X, check_comparisons(targets, X.shape[-2], "Y").to(X.device))
-        answers = outcomes(likelihood, pairs, ties)
+        answers = self._answers(X, targets, ties, None, choices)
         # Each by itself: pairs are a batch, so that covariances between them are not formed.
-        h = self._differences(pairs)
+        h = self._differences(answers.inputs)
         mean, variance = h.mean.squeeze(-1), h.variance.squeeze(-1)
-        return log_predictive(likelihood, answers, mean, variance, **arguments)
+        size = answers.arguments.get("choice_size")
+        if size is not None:
+            arguments["choice_size"] = size
+        result = log_predictive(
+            self.comparison_likelihood, answers.targets, mean, variance, **arguments
+        )
+        return result if size is None else result[..., first_parts(size).unique()]
 
     # ---------------------------------------------------------------- conditioning
 
@@ -450,6 +495,7 @@ class PreferenceGP(SequentialGP):
         noise: Tensor | None = None,
         ties: Tensor | None = None,
         ratings: Tensor | None = None,
+        choices: Tensor | None = None,
         **kwargs: Any,
     ) -> PreferenceGP:
         """A model of the same type that knows more comparisons; this one is unchanged.
@@ -461,6 +507,7 @@ class PreferenceGP(SequentialGP):
             noise: Not for comparisons.
             ties: ``... x k``, which of the comparisons are ties.
             ratings: ``n`` ratings of the items, NaN for those that were not rated.
+            choices: ``c x k`` indices of items, the chosen one first.
             kwargs: ``fixed_inducing``, ``tol`` and ``max_steps`` as for `SequentialGP`.
 
         Example:
@@ -474,7 +521,7 @@ class PreferenceGP(SequentialGP):
         """
         if noise is not None:
             raise ValueError("noise: comparisons have no noise variances.")
-        return self._conditioned(self._answers(X, Y, ties, ratings), **kwargs)
+        return self._conditioned(self._answers(X, Y, ties, ratings, choices), **kwargs)
 
     def _conditioned(self, answers: Answers, **kwargs: Any) -> PreferenceGP:
         """Conditioned on answers."""

@@ -69,7 +69,7 @@ from seqgp.models.training_data import (
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.guard import Guard, reads, writes
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule, on_seen_values
-from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.memory import MemoryOptions, summed_over_parts
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import UpdateRule, note_classes
 from seqgp.streaming.state import Shard, StreamState
@@ -1297,7 +1297,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             ``n'`` scores: how much each observation determines the posterior at its own input.
         """
         data = self.transformed(self.checked(X, Y, noise, arguments))
-        return sites_and_leverage(self, data)[1]
+        scores, first = sites_and_leverage(self, data)[1], data.first_parts
+        return scores if first is None else summed_over_parts(scores, first)[first.unique()]
 
     @torch.no_grad()
     @reads

@@ -22,7 +22,9 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from seqgp.dual.sites import Sites
 from seqgp.likelihoods import log_predictive
+from seqgp.likelihoods.choices import left_out
 from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.likelihoods.traits import precision_floor
 from seqgp.observations import Observations
@@ -136,12 +138,11 @@ def expected_density(model: StreamModel) -> float:
 
 @torch.no_grad()
 def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Tensor:
-    r"""``n`` log predictive densities of observations at hand, each given all others.
+    """``n`` log predictive densities of observations at hand, each given all others.
 
-    An observation's site :math:`(\lambda_i, \beta_i)` is one on what the inducing points know of
-    :math:`h_i`, of which the posterior mean is :math:`g_i` (centred) and the variance :math:`s_i`.
-    Without the site its precision is :math:`1 / s_i - \beta_i` and its natural mean :math:`g_i /
-    s_i - \lambda_i`. What the inducing points leave unexplained is added to the variance.
+    An observation's site is one on what the inducing points know of it, and is taken out of the
+    posterior of that (`left_out`). What the inducing points leave unexplained is added to the
+    variance.
 
     Args:
         model: A model that has learnt the observations.
@@ -154,9 +155,10 @@ def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Ten
     state = strategy.state()
     _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
     known = (variance - unexplained).clamp_min(0)
-    share = (1 - counts * sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
-    mean = prior_mean + (mean - prior_mean - counts * known * sites.lam) / share
-    variance = unexplained + known / share
+    own = Sites(counts * sites.lam, counts * sites.beta)
+    choice_size = data.arguments.get("choice_size")
+    centred, left = left_out(own, mean - prior_mean, known, choice_size)
+    mean, variance = prior_mean + centred, unexplained + left
     if strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
     return log_predictive(model.likelihood, data.targets, mean, variance, **data.arguments)

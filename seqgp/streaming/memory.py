@@ -84,6 +84,16 @@ class ByLeverage(SamplingPolicy):
         return 0.5 + 0.5 * scores
 
 
+def summed_over_parts(leverage: Tensor, first: Tensor) -> Tensor:
+    """``n`` leverage scores of answers, from those of their parts.
+
+    Args:
+        leverage: ``n`` scores of the parts.
+        first: ``n``, the index of the first part of the answer that each is a part of.
+    """
+    return torch.zeros_like(leverage).index_add(0, first, leverage)[first]
+
+
 def inclusion(sizes: Tensor, number: int) -> Tensor:
     r"""Probabilities :math:`\min(1, s_i / \tau)` that add up to a given number.
 
@@ -344,6 +354,44 @@ class MemoryOptions:
                 balance=False,
             )
             yield i, options, new[k]
+
+    def choose_answers(
+        self,
+        first: Tensor | None,
+        leverage: Tensor,
+        num_new: int,
+        update: int,
+        classes: Tensor | None = None,
+        sizes: Tensor | None = None,
+    ) -> Choice:
+        """As `choose`, for answers that may have several parts, which are kept together.
+
+        The capacity is one of answers. Leverage, classes and sizes are those of answers, the same
+        for all of their parts.
+
+        Args:
+            first: ``n``, the index of the first part of the answer that each observation is a part
+                of; ``None`` if each is an answer by itself.
+            leverage: As for `choose`.
+            num_new: As for `choose`.
+            update: As for `choose`.
+            classes: As for `choose`.
+            sizes: As for `choose`.
+        """
+        if first is None:
+            return self.choose(leverage, num_new, update, classes, sizes)
+        at = first.unique()
+        answer = torch.searchsorted(at, first)
+        chosen = self.choose(
+            leverage[at],
+            int((at >= len(first) - num_new).sum()),
+            update,
+            None if classes is None else classes[at],
+            None if sizes is None else sizes[at],
+        )
+        is_kept = torch.zeros(len(at), dtype=torch.bool, device=at.device)
+        is_kept[chosen.kept] = True
+        return Choice(is_kept[answer].nonzero().squeeze(-1), chosen.inclusion[answer])
 
     def choose(
         self,

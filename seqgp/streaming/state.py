@@ -144,8 +144,10 @@ class StreamState:
         """That of one of several processes that share the observations evenly."""
         if ranks.alone:
             return self
-        n = len(self.observations)
+        n, parts = len(self.observations), self.observations.first_parts
         first, last = (n * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+        if parts is not None:  # those of an answer go to one process
+            first, last = (int(parts[k]) if k < n else n for k in (first, last))
         index = torch.arange(first, last, device=self.fade.device)
         shard = Shard(ranks, index, n)
         return replace(self.select(index), shard=shard).noting_noise()

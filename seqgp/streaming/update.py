@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods import log_predictive
+from seqgp.likelihoods.choices import first_parts
 from seqgp.likelihoods.discrete import OrdinalLikelihood
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
@@ -38,7 +39,7 @@ from seqgp.streaming.inducing_points import (
     on_seen_values,
 )
 from seqgp.streaming.learning import Decision, decide, expected_density, surprise_of
-from seqgp.streaming.memory import MemoryOptions, SamplingPolicy
+from seqgp.streaming.memory import MemoryOptions, SamplingPolicy, summed_over_parts
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.paper import PaperRule
@@ -273,9 +274,12 @@ def _learn(
     sites, leverage = sites_and_leverage(model, batch.data)
     stream = model.stream
     leverage = stream.gather(leverage)
+    size = stream.observations.arguments.get("choice_size")
+    first = None if size is None else first_parts(stream.gather(size))
+    leverage = leverage if first is None else summed_over_parts(leverage, first)
     importance = _importance(stream, memory, leverage, num_new)
-    limits = memory.at(stream.num_seen + num_new)
-    choice = limits.choose(
+    choice = memory.at(stream.num_seen + num_new).choose_answers(
+        first,
         leverage,
         num_new,
         stream.num_updates,
@@ -625,7 +629,10 @@ def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) 
                 "been folded has faded since. How much of them is left is not known here: pass "
                 "fade=, the product of all discounts since each was learnt."
             )
-        index = torch.tensor(rest[ranks.rank :: ranks.size], dtype=torch.long, device=keep.device)
+        index = torch.tensor(rest, dtype=torch.long, device=keep.device)
+        parts = known.select(index).first_parts
+        answer = torch.arange(len(rest)) if parts is None else parts.unique(return_inverse=True)[1]
+        index = index[answer.to(index) % ranks.size == ranks.rank]
         gone = draft.transformed(known.select(index))
         if fade is not None:
             gone = replace(gone, weights=fade.to(held.inputs)[index])
@@ -680,10 +687,24 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
     # `isclose(equal_nan=True)` does not broadcast in torch 2.4.
     equal = (ours == theirs) | (ours.isnan() & theirs.isnan())
     same = _all_of_batch(same) & _all_of_batch(equal)
+    if held.first_parts is None or known.first_parts is None:
+        sizes = torch.ones(len(known)), torch.ones(len(held))
+    else:
+        sizes = _numbers_of_parts(known.first_parts), _numbers_of_parts(held.first_parts)
+    same = same & (sizes[0].to(same.device).unsqueeze(-1) == sizes[1].to(same.device))
     taken: set[int] = set()
     result: list[int | None] = []
-    for row in same:
-        free = [i for i in row.nonzero().flatten().tolist() if i not in taken]
-        result.append(free[0] if free else None)
+    while len(result) < len(known):  # an answer that has several parts is the same if all are
+        row = len(result)
+        parts = max(int(sizes[0][row]), 1)
+        places = max(len(held) + 1 - parts, 0)
+        alike = torch.stack([same[row + k, k : places + k] for k in range(parts)])
+        free = [i for i in alike.all(0).nonzero().flatten().tolist() if i not in taken]
+        result += [free[0] + k if free else None for k in range(parts)]
         taken.update(free[:1])
     return result
+
+
+def _numbers_of_parts(first: Tensor) -> Tensor:
+    """``n``: of how many parts the answer is that begins here; zero for its other parts."""
+    return torch.zeros_like(first).index_add(0, first, torch.ones_like(first))

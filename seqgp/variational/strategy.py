@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -955,7 +956,10 @@ class DualVariationalStrategy(DualState):
         n = len(data)
         width = self.inducing_points.shape[-2] * data.points.shape[:-2].numel()
         size = max(CHUNK_ELEMENTS // width, 1)
-        chunks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+        starts, first = list(range(0, n, size)), data.first_parts
+        if first is not None and len(starts) > 1:  # the parts of an answer stay together
+            starts = sorted(set(first[starts].tolist()))
+        chunks = [slice(*each) for each in itertools.pairwise([*starts, n])]
 
         def batch(chunk: slice) -> Batch:
             part = data if len(chunks) == 1 else data.select(chunk)

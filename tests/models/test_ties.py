@@ -1,4 +1,4 @@
-"""Ties and choices among several items, against brute-force integration and symmetry."""
+"""Ties, against brute-force integration and symmetry."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from botorch.fit import fit_gpytorch_mll
-from botorch.models.likelihoods.pairwise import PairwiseLogitLikelihood
 from botorch.sampling import SobolQMCNormalSampler
 from torch import Tensor
 
 import seqgp
 from seqgp import PreferenceGP, TieLikelihood
 from seqgp.acquisition import InformationAboutBest
-from seqgp.models.comparisons import choices_as_comparisons
 from tests.helpers import make_kernel
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -176,58 +174,6 @@ def test_gradient_of_the_width(link: str) -> None:
     torch.testing.assert_close(gradient.squeeze(), expected, rtol=1e-6, atol=1e-8)
 
 
-# ------------------------------------------------------------------------------- choices
-
-
-def test_choices_are_a_bound() -> None:
-    """By brute force: the posterior is that of the product, which is below the softmax."""
-    X = torch.tensor(ITEMS)
-    choices = torch.tensor([[0, 1, 2], [0, 2, 1], [1, 0, 2]])
-    model = PreferenceGP(
-        X, choices_as_comparisons(choices), PairwiseLogitLikelihood(), make_kernel()
-    )
-    h, log_prior, area = grid(model.covar_module(X).to_dense().detach())
-    f = torch.stack([h.sum(-1), h[..., 1], torch.zeros_like(h[..., 0])], -1)
-    softmax = f.log_softmax(-1)[..., choices[:, 0]].sum(-1)
-    differences = f[..., choices[:, :1]] - f[..., choices[:, 1:]]
-    product = torch.nn.functional.logsigmoid(differences).sum((-2, -1))
-    assert bool((product <= softmax + 1e-12).all())
-    log_joint = product + log_prior
-    log_evidence = log_joint.flatten().logsumexp(0) + area
-    assert log_evidence - 0.01 < float(model.refresh()) < log_evidence
-    p = log_joint.flatten().softmax(0).reshape(log_joint.shape).unsqueeze(-1)
-    mean = model.posterior(X).mean.squeeze(-1)
-    torch.testing.assert_close(mean[:2] - mean[1:], (p * h).sum((0, 1)), rtol=0, atol=0.01)
-    pairs = torch.tensor([[0, 1], [2, 1]])
-    assert torch.equal(choices_as_comparisons(pairs), pairs)
-    assert choices_as_comparisons(choices.expand(2, 3, 3)).shape == (2, 6, 2)
-
-
-def test_choices_are_nearly_a_softmax() -> None:
-    """By brute force: how far the posterior of the product is from that of the softmax."""
-    X = torch.tensor(ITEMS)
-    choices = torch.tensor([[0, 1, 2], [0, 2, 1], [1, 0, 2], [0, 1, 2]])
-    model = PreferenceGP(
-        X, choices_as_comparisons(choices), PairwiseLogitLikelihood(), make_kernel()
-    )
-    h, log_prior, _ = grid(model.covar_module(X).to_dense().detach())
-    h, log_prior = h[::4, ::4], log_prior[::4, ::4]
-    f = torch.stack([h.sum(-1), h[..., 1], torch.zeros_like(h[..., 0])], -1)
-    log_p = f.log_softmax(-1)
-    weight = (log_p[..., choices[:, 0]].sum(-1) + log_prior).flatten().softmax(0)
-    exact = (weight.unsqueeze(-1) * h.flatten(0, 1)).sum(0)
-    spread = (weight.unsqueeze(-1) * (h.flatten(0, 1) - exact).square()).sum(0).sqrt()
-    posterior = model.posterior(X)
-    mean = posterior.mean.squeeze(-1)
-    differences = mean[:2] - mean[1:]
-    # Each choice counts as two comparisons: the posterior leans further, by less than it is wide.
-    assert bool(((differences - exact).abs() < 0.3 * spread).all())
-    chances = (weight.unsqueeze(-1) * log_p.exp().flatten(0, 1)).sum(0)
-    samples = posterior.rsample(torch.Size([50_000])).squeeze(-1).softmax(-1).mean(0).detach()
-    assert float(samples[0] - chances[0]) > 0.02
-    assert bool((samples - chances).abs().max() < 0.05)
-
-
 # ------------------------------------------------------------------------------- errors
 
 
@@ -247,5 +193,3 @@ def test_bad_ties() -> None:
     for width in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="`width` must be finite and positive"):
             TieLikelihood(width=width)
-    with pytest.raises(ValueError, match="choices: expected shape"):
-        choices_as_comparisons(torch.tensor([[0], [1]]))

@@ -72,6 +72,7 @@ class RefittedModel:
                 _copy_hyperparameters(self.base, model)
             _fit(model, options)
         elif fade is not None:
+            assert isinstance(model, SequentialGP)  # as others do not know how to fade
             model.refresh()
         result.model = result.base = model.eval()
         result.num_fitted = len(X)

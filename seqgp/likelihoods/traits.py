@@ -57,6 +57,16 @@ def output_latents(likelihood: Likelihood) -> tuple[int, ...] | None:
     return getattr(likelihood, "output_latents", None)
 
 
+def likelihoods_of_tasks(likelihood: Likelihood) -> list[Any] | None:
+    """Those of a likelihood that has one for each task, ``None`` for others.
+
+    Args:
+        likelihood: The likelihood.
+    """
+    each = getattr(likelihood, "likelihoods", None)
+    return list(each) if isinstance(each, torch.nn.ModuleList) else None
+
+
 def precision_floor(likelihood: Likelihood) -> float | None:
     """The minimum precision of sites: zero if the likelihood is log-concave, else ``None``.
 
@@ -65,8 +75,8 @@ def precision_floor(likelihood: Likelihood) -> float | None:
     posterior would not maximise the evidence lower bound. Without one, step sizes must keep the
     posterior precision positive: see `seqgp.dual.natural_gradient.fixed_point`.
     """
-    each = getattr(likelihood, "likelihoods", None)  # of tasks
-    if isinstance(each, torch.nn.ModuleList):
+    each = likelihoods_of_tasks(likelihood)
+    if each is not None:
         return 0.0 if all(precision_floor(part) == 0.0 for part in each) else None
     known = is_conjugate(likelihood) or isinstance(likelihood, _LOG_CONCAVE)
     return 0.0 if known or getattr(likelihood, "is_log_concave", False) else None
@@ -79,10 +89,8 @@ def is_conjugate(likelihood: Likelihood) -> bool:
 
 def takes_noise(likelihood: Likelihood) -> bool:
     """Whether all observations are Gaussian, so that each can come with a noise variance."""
-    each = getattr(likelihood, "likelihoods", None)  # of tasks
-    if isinstance(each, torch.nn.ModuleList):
-        return all(is_conjugate(part) for part in each)
-    return is_conjugate(likelihood)
+    each = likelihoods_of_tasks(likelihood)
+    return all(map(is_conjugate, [likelihood] if each is None else each))
 
 
 def is_real_valued(likelihood: Likelihood) -> bool:
@@ -99,26 +107,38 @@ def is_real_valued(likelihood: Likelihood) -> bool:
 
 
 def has_closed_form(likelihood: Likelihood) -> bool:
-    """Whether all targets are Gaussian observations, and none can be missing."""
+    """Whether all targets are Gaussian observations, of any task, and none can be missing."""
+    each = likelihoods_of_tasks(likelihood)
+    if each is not None:
+        return all(map(has_closed_form, each))
     missing = isinstance(likelihood, GaussianLikelihoodWithMissingObs)
     return is_conjugate(likelihood) and not missing
 
 
 def observation_noise(
-    likelihood: GaussianLikelihood | FixedNoiseGaussianLikelihood,
+    likelihood: Likelihood,
     num_data: int,
     noise: Tensor | None = None,
+    task: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """The noise variance of each of ``num_data`` observations, ``... x num_data``.
 
     Args:
-        likelihood: A Gaussian likelihood.
+        likelihood: A Gaussian likelihood, or one for each task.
         num_data: The number of observations.
         noise: Their noise variances. Required for a `FixedNoiseGaussianLikelihood` unless
             ``num_data`` is the number of points that it was built with.
+        task: The indices of their tasks, ``... x num_data``, if each has a likelihood of its own.
         kwargs: Ignored.
     """
+    each = likelihoods_of_tasks(likelihood)
+    if each is not None:
+        assert task is not None
+        result = observation_noise(each[0], num_data, noise)
+        for index, part in enumerate(each[1:], 1):
+            result = torch.where(task == index, observation_noise(part, num_data, noise), result)
+        return result
     if isinstance(likelihood, GaussianLikelihood):
         variance = likelihood.noise if noise is None else noise
         return variance.expand(*variance.shape[:-1], num_data) if variance.dim() else variance

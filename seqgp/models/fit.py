@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqgp.dual import Sites
 from seqgp.likelihoods.noise_floor import noise_floor
-from seqgp.likelihoods.traits import has_closed_form, precision_floor
+from seqgp.likelihoods.traits import has_closed_form, is_conjugate, precision_floor
 from seqgp.models.protocol import DataModel
 from seqgp.models.staleness import catch_up
 from seqgp.observations import Observations
@@ -271,7 +271,8 @@ def has_exact_objectives(model: FittedModel) -> bool:
         model: The model.
     """
     alone = model.variational_strategy.ranks.alone and not model.variational_strategy.is_fantasy
-    return alone and has_closed_form(model.likelihood) and _is_exact(model)
+    gaussian = is_conjugate(model.likelihood) and has_closed_form(model.likelihood)
+    return alone and gaussian and _is_exact(model)
 
 
 def _loss_of_exact_model(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:

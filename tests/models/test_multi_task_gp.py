@@ -83,6 +83,28 @@ def test_posterior_is_that_of_multi_task_gp():
     _assert_same(known.posterior(T), more.posterior(T))
 
 
+@pytest.mark.parametrize("exactly", [True, False])
+def test_evidence_is_that_of_multi_task_gp(exactly):
+    X, Y = _data()
+    torch.manual_seed(0)
+    exact = MultiTaskGP(X, Y, 1, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, 1, outcome_transform=None)
+    _same_hyperparameters(model, exact)
+    f = exact.train()(*exact.train_inputs)
+    expected = exact.likelihood(f, exact.train_inputs).log_prob(exact.train_targets)
+    value, _ = model.bound(exact=exactly)
+    torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-6)
+    theirs = torch.autograd.grad(
+        expected, [exact.covar_module.kernels[0].raw_lengthscale, exact.likelihood.raw_noise]
+    )
+    each = [likelihood.raw_noise for likelihood in model.likelihood.likelihoods]
+    ours, *noise = torch.autograd.grad(
+        value, [model.covar_module.kernels[0].raw_lengthscale, *each]
+    )
+    torch.testing.assert_close(ours, theirs[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.cat(noise), theirs[1], atol=1e-6, rtol=1e-6)
+
+
 def test_posterior_is_that_of_kronecker_multi_task_gp():
     generator = torch.Generator().manual_seed(1)
     X = torch.rand(8, 2, dtype=torch.double, generator=generator)

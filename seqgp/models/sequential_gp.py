@@ -131,6 +131,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       does a loop of your own, the latter only for Gaussian observations of which none has been
       discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
       observations with an inducing point at each.
+    * It has the arguments of `SingleTaskVariationalGP` by name, but for ``variational_distribution``
+      and ``variational_strategy``. A training loop with `VariationalELBO` needs a `DualNGD`, and
+      raises an error without.
     * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
       train mode a call returns the posterior, where exact GPs return the prior.
     * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
@@ -414,6 +417,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
+        if not self.num_seen and bool(self.variational_strategy.dual_B.any()):
+            raise RuntimeError(
+                "The posterior has been learnt in a training loop, from observations that the "
+                "model does not hold. Pass these to the constructor, and update that model."
+            )
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")

@@ -79,4 +79,7 @@ def catch_up(model: DataModel) -> None:
         if noise is not None and own.shape == noise.shape:
             arguments = {**held.arguments, "noise": own.detach().clone()}
             model.stream = replace(model.stream, observations=replace(held, arguments=arguments))
-    model.refresh()
+    if model.stream.num_seen:
+        model.refresh()
+    else:  # the posterior is the prior, or what a training loop has made of it
+        model.note_hyperparameters()

@@ -22,7 +22,7 @@ from gpytorch.likelihoods import (
 from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 
-from seqgp import SequentialGP
+from seqgp import DualNGD, SequentialGP
 from tests.helpers import assert_close, latent, make_inputs, make_kernel
 from tests.models.helpers import assert_same, gaussian_likelihood
 
@@ -76,6 +76,29 @@ def test_stream_from_nothing() -> None:
     modules["covar_module"] = make_kernel()
     at_once = SequentialGP(X, Y, likelihood=gaussian_likelihood(), **modules)
     assert_same(*(model.posterior(make_inputs(3, 2)) for model in (begun, at_once)))
+
+
+def test_training_loop_without_targets() -> None:
+    """What a loop has learnt stays: one full step is the posterior of all data."""
+    X, Y = observed()
+
+    def modules() -> dict[str, Any]:
+        likelihood = gaussian_likelihood()
+        return {"likelihood": likelihood, "covar_module": make_kernel(), "inducing_points": X}
+
+    model = SequentialGP(X, **modules())
+    ngd = DualNGD(model, num_data=20, lr=1.0)
+    adam = torch.optim.Adam(model.hyperparameters(), lr=0.1)
+    mll = VariationalELBO(model.likelihood, model.model, num_data=20).train()
+    for optimizer in (adam, ngd):
+        ngd.zero_grad()
+        (-mll(model(X), Y.squeeze(-1))).backward()
+        optimizer.step()
+    expected = SequentialGP(X, Y, outcome_transform=None, **modules())
+    expected.load_state_dict(model.state_dict(), strict=False)
+    assert_same(*(each.eval().posterior(make_inputs(3, 2)) for each in (model, expected)))
+    with pytest.raises(RuntimeError, match="has been learnt in a training loop"):
+        model.update(X, Y)
 
 
 def test_objective_for_the_model_inside() -> None:

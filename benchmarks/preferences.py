@@ -39,39 +39,41 @@ from seqgp.duel_optimizer import DuelOptimizer
 #: Standard deviation of the noise of each utility, the first fit of ours, the size of updates.
 NOISE, FIRST, BATCH = 0.3, 50, 50
 TEST, MORE = 500, 20
-#: `PairwiseGP` has a Laplace approximation at all items: it is left out beyond so many comparisons.
-LARGEST_PAIRWISE = 500
+#: How many seeds there are for each number of comparisons, for `PreferenceGP` and `PairwiseGP`. The
+#: latter has a Laplace approximation at all items, so that a fit to 500 takes minutes.
+SEEDS = {50: (3, 3), 150: (3, 3), 500: (3, 1), 2000: (1, 0), 10_000: (1, 0)}
 #: Chains, samples of each that are kept, and samples before that are not.
 CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
-    """All sizes, dimensions and seeds, then the loops."""
-    sizes, dims, seeds = [50, 150, 500, 2000, 10_000], [2, 4, 8], options.repeats or 3
-    duels = 40
+    """Small sets and the loops, and then the larger ones: the cheapest first."""
+    numbers, dims, repeats, duels = SEEDS, [2, 4, 8], options.repeats or 3, 24
     if options.quick:
-        sizes, dims, seeds, duels = [20], [2], 1, 12
-    work = [
-        Unit(f"{way}/n={n}/d={d}/seed{seed}", partial(measure, way, n, d, seed))
-        for n in sizes
-        for seed in range(seeds)
-        for d in dims
-        for way in WAYS
-        if way == "ours" or n <= LARGEST_PAIRWISE
+        numbers, dims, repeats, duels = {20: (1, 1)}, [2], 1, 12
+
+    def sets(n: int) -> list[Unit]:
+        return [
+            Unit(f"{way}/n={n}/d={d}/seed{seed}", partial(measure, way, n, d, seed))
+            for seed in range(repeats)
+            for d in dims
+            for way, seeds in zip(WAYS, numbers[n], strict=True)
+            if seed < seeds
+        ]
+
+    smallest, *larger = numbers
+    work = sets(smallest)
+    work += [
+        Unit(f"mcmc/n={smallest}/d={d}/seed0", partial(against_mcmc, smallest, d, 0)) for d in dims
     ]
     work += [
         Unit(f"loop/{way}/d={d}/seed{seed}", partial(loop, way, d, duels, seed))
-        for seed in range(seeds)
+        for seed in range(repeats)
         for d in dims[:2]
         for way in WAYS
     ]
-    work += [
-        Unit(f"mcmc/n={n}/d={d}/seed{seed}", partial(against_mcmc, n, d, seed))
-        for n in sizes[:1]
-        for seed in range(seeds)
-        for d in dims
-    ]
+    work += [unit for n in larger for unit in sets(n)]
     settings = {
         "quick": options.quick,
         "dtype": "float64",

@@ -400,8 +400,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             observations: Raw inputs, transformed targets.
         """
-        inputs = self.transform_train_inputs(observations.points)
-        data = observations.with_inputs(inputs)
+        points = observations.points
+        inputs = self.transform_train_inputs(points)
+        # The same tensors, where they are: what is known of them is found by that.
+        data = observations if inputs is points else observations.with_inputs(inputs)
         return data.with_batch_dimension() if self.has_output_dim else data
 
     def checked(

@@ -436,12 +436,13 @@ def _have_their_points(
     Those that are remembered have been looked at before.
     """
     Z, data = model.variational_strategy.inducing_points.detach(), model.stream.observations
-    if type(inducing) is not Exchange or Z.dim() > 2 or data.coefficients is not None:
+    if type(inducing) is not Exchange or Z.dim() > 2:
         return False
     if len(Z) > (_limit(model) if max_points is None else max_points):
         return False
     new = model.transformed(data.select(slice(len(data) - num_new, len(data))))
-    precision = _precision(model, new)
+    J = 1 if new.coefficients is None else new.coefficients.shape[-1]
+    precision = _precision(model, new).repeat_interleave(J, -1)
     return inducing_cost(Z, new.points, model.covar_module, precision) <= inducing.tol
 
 

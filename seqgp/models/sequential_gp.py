@@ -131,8 +131,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       does a loop of your own, the latter only for Gaussian observations of which none has been
       discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
       observations with an inducing point at each.
-    * It has the arguments of `SingleTaskVariationalGP` by name, but for ``variational_distribution``
-      and ``variational_strategy``. A training loop with `VariationalELBO` needs a `DualNGD`, and
+    * It has the arguments of `SingleTaskVariationalGP` by name, except for
+      ``variational_distribution`` and ``variational_strategy``. A training loop with `VariationalELBO` needs a `DualNGD`, and
       raises an error without.
     * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
       train mode a call returns the posterior, where exact GPs return the prior.

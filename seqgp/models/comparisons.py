@@ -200,11 +200,11 @@ class Answers:
                     "rating_likelihood=seqgp.RatingLikelihood()."
                 )
             return cls(inputs, targets, coefficients, arguments)
-        rated = items[..., :0, :]
-        values = items.new_empty(0)
-        if ratings is not None:
-            is_rated = ~check_ratings(ratings, items).isnan()
-            rated, values = items[is_rated], ratings[is_rated].to(items)
+        if ratings is None:
+            arguments["task"] = torch.zeros_like(targets)
+            return cls(inputs, targets, coefficients, arguments)
+        is_rated = ~check_ratings(ratings, items).isnan()
+        rated, values = items[is_rated], ratings[is_rated].to(items)
         task = torch.cat([torch.zeros_like(targets), torch.ones_like(values)], -1)
         if "choice_size" in arguments:  # each is an answer by itself, like a comparison
             sizes = arguments["choice_size"]

@@ -161,6 +161,13 @@ def test_streams(tmp_path: Path) -> None:
     assert len(whole.ratings[0]) == 2
 
 
+def test_fantasies_of_several_duels() -> None:
+    model = make(RATINGS)
+    sampler = SobolQMCNormalSampler(torch.Size([4]))
+    fantasies = model.fantasize(torch.rand(3, 2, 1), sampler)
+    assert fantasies.posterior(torch.tensor(ITEMS)).mean.shape == (4, 3, 3, 1)
+
+
 def test_the_scale_is_learnt() -> None:
     """From ratings of 0 to 100 and comparisons, of which ratings alone would know less."""
     torch.manual_seed(0)

@@ -665,7 +665,7 @@ def _check_discount(discount: object, correlated: bool, trust_region: bool) -> N
     if discount != "auto":
         if isinstance(discount, bool) or not isinstance(discount, Real):
             raise TypeError(f'discount: expected a number in (0, 1] or "auto", got {discount!r}.')
-        if not 0 < discount <= 1:
+        if not 0 < float(discount) <= 1:
             raise ValueError(f"discount: expected a number in (0, 1], got {discount}.")
     if discount == "auto" and correlated:
         raise ValueError(

@@ -71,9 +71,6 @@ class RefittedModel:
             if self.base is not None:
                 _copy_hyperparameters(self.base, model)
             _fit(model, options)
-        elif fade is not None:
-            assert isinstance(model, SequentialGP)  # as others do not know how to fade
-            model.refresh()
         result.model = result.base = model.eval()
         result.num_fitted = len(X)
         return result
@@ -121,7 +118,7 @@ def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
 
 
 def _let_fade(model: Model, fade: Tensor | None) -> None:
-    """Let observations count less from the next time that a model learns."""
+    """Let observations of a model count less."""
     if fade is None:
         return
     if not isinstance(model, SequentialGP):
@@ -130,6 +127,7 @@ def _let_fade(model: Model, fade: Tensor | None) -> None:
             f"got a {type(model).__name__}."
         )
     model.stream = replace(model.stream, fade=fade.to(model.stream.fade), fades=True)
+    model.refresh()
 
 
 @torch.no_grad()

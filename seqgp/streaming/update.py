@@ -235,7 +235,7 @@ def _learn(
         model.stream = replace(model.stream, replay=float(memory.replay), power=1.0)
     note_classes(model)
     data = model.transformed(model.stream.observations)
-    factor = _discount(model, data, num_old, options)
+    factor = _discount(model, data, num_old, options, decision)
     if factor != 1:
         fade(model, num_old, factor)
     if model.standardizes_by_default and rule.follows_scale and not model.batch_shape:
@@ -306,11 +306,17 @@ def _learn(
 
 
 def _discount(
-    model: StreamModel, data: Observations, num_old: int, options: UpdateOptions
+    model: StreamModel,
+    data: Observations,
+    num_old: int,
+    options: UpdateOptions,
+    decision: Decision,
 ) -> float:
     """How much all that was learnt before counts from now on."""
     if not isinstance(options.discount, str):
         return options.discount
+    if decision.learn and not model.stream.learned_at:
+        return 1.0  # hyperparameters are anybody's guess so far, and so is what is surprising
     old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
     stream = model.stream
     factor, evidence = choose_discount(model, new, old, stream.counts[:num_old], stream.drift)

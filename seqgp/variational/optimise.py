@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -47,21 +48,53 @@ def lbfgs(
 ) -> None:
     """Minimise a loss with L-BFGS-B.
 
+    Positive parameters move on a log scale. BoTorch's default lengthscales and noise are not
+    transformed: if the noise is small, the gradient is all but that of the noise, and iterations
+    gain little, and stop, long before the lengthscales have moved.
+
     Args:
         loss: The loss, a scalar.
         parameters: What to move, in place.
-        bounds: Bounds of some of them.
+        bounds: Bounds of some of them. What cannot be negative is positive.
         steps: The largest number of iterations.
         tol: Stop when an iteration lowers the loss by less than this.
     """
     with torch.no_grad():
         size = abs(float(loss()))
     options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the loss
+    logs = {
+        name: parameters[name].detach().log()
+        for name, (lower, _) in bounds.items()
+        if lower is not None and lower >= 0 and bool((parameters[name] > 0).all())
+    }
+    free = {name: logs.get(name, parameter) for name, parameter in parameters.items()}
+    within = {name: _log(pair) if name in logs else pair for name, pair in bounds.items()}
+    inner = ForwardBackwardClosure(loss, parameters)
+
+    def become() -> None:
+        for name, value in logs.items():
+            parameters[name].data.copy_(value.exp())
+
+    def closure() -> tuple[Tensor, list[Tensor | None]]:
+        become()
+        value, gradients = inner()
+        return value, [
+            gradient if gradient is None or name not in logs else gradient * parameters[name].data
+            for name, gradient in zip(parameters, gradients, strict=True)
+        ]
+
     with warnings.catch_warnings():
         # Of sites at hyperparameters that are only tried out; those that stay are checked.
         warnings.simplefilter("ignore", NumericalWarning)
-        closure = ForwardBackwardClosure(loss, parameters)
-        scipy_minimize(closure, parameters, bounds, options=options)
+        scipy_minimize(closure, free, within, options=options)
+    become()
+    clamp_to_bounds({name: parameters[name] for name in logs}, {n: bounds[n] for n in logs})
+
+
+def _log(pair: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
+    """Bounds on a log scale."""
+    lower, upper = (None if bound is None else float(bound) for bound in pair)
+    return math.log(lower) if lower else None, None if upper is None else math.log(upper)
 
 
 def adam(

@@ -22,6 +22,7 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from seqgp.dual import posterior_mean
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.noise_floor import noise_floor
 from seqgp.likelihoods.traits import precision_floor
@@ -150,12 +151,12 @@ def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Ten
     """
     strategy = model.variational_strategy
     sites, variance = strategy.sites(data, likelihood=model.likelihood)
-    mean, _ = strategy.marginals(data)
     state = strategy.state()
-    _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
+    A, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
     known = (variance - unexplained).clamp_min(0)
     share = (1 - counts * sites.beta * known).clamp_min(torch.finfo(known.dtype).eps)
-    mean = prior_mean + (mean - prior_mean - counts * known * sites.lam) / share
+    mean = posterior_mean(A, state.factors)
+    mean = prior_mean + (mean - counts * known * sites.lam) / share
     variance = unexplained + known / share
     if strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
@@ -293,7 +294,7 @@ def learn_best(
 
     def candidate(name: str, learn: bool, with_past: bool) -> _Candidate:
         nonlocal steps
-        draft = draft_of(model, learn=True)
+        draft = draft_of(model, learn=learn)
         if not with_past:
             draft.set_hyperparameters(model.stream.initial)
         if learn:

@@ -8,6 +8,8 @@ from gpytorch.kernels import Kernel
 from linear_operator import to_dense
 from torch import Tensor
 
+from seqgp.variational.stationary import covariances
+
 #: The largest number of inputs that are looked at; of more, as many are drawn at random.
 MAX_CANDIDATES = 100_000
 
@@ -68,7 +70,7 @@ class GreedyAllocator(GreedyVarianceReduction):
             pivot = int(left.argmax())
             if pivots and float(left[pivot]) < epsilon:
                 break
-            row = to_dense(covar_module(inputs[pivot : pivot + 1], inputs)).squeeze(-2)
+            row = covariances(covar_module, inputs[pivot : pivot + 1], inputs).squeeze(-2)
             rows[i] = (row - rows[:i, pivot] @ rows[:i]) / left[pivot].sqrt()
             left = left - rows[i].square()
             left[pivot] = -torch.inf

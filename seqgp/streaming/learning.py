@@ -22,7 +22,7 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-from seqgp.dual.sites import Sites
+from seqgp.dual import Sites, posterior_mean
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.choices import left_out
 from seqgp.likelihoods.noise_floor import noise_floor
@@ -151,13 +151,12 @@ def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Ten
     """
     strategy = model.variational_strategy
     sites, variance = strategy.sites(data, likelihood=model.likelihood)
-    mean, _ = strategy.marginals(data)
     state = strategy.state()
-    _, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
+    A, unexplained, prior_mean = strategy.whitened(state.chol, state.shared, data)
     known = (variance - unexplained).clamp_min(0)
     own = Sites(counts * sites.lam, counts * sites.beta)
     choice_size = data.arguments.get("choice_size")
-    centred, left = left_out(own, mean - prior_mean, known, choice_size)
+    centred, left = left_out(own, posterior_mean(A, state.factors), known, choice_size)
     mean, variance = prior_mean + centred, unexplained + left
     if strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
@@ -295,7 +294,7 @@ def learn_best(
 
     def candidate(name: str, learn: bool, with_past: bool) -> _Candidate:
         nonlocal steps
-        draft = draft_of(model, learn=True)
+        draft = draft_of(model, learn=learn)
         if not with_past:
             draft.set_hyperparameters(model.stream.initial)
         if learn:

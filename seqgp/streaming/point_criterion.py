@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 from botorch.models.utils.inducing_point_allocators import InducingPointAllocator
 from gpytorch.kernels import Kernel
-from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
-from seqgp.variational.stationary import stationary
+from seqgp.variational.stationary import covariances
 
 #: The loss that is tolerated by default, in nats for each observation.
 TOLERANCE = 0.005
@@ -61,8 +60,7 @@ def _criterion(
     number = torch.ones_like(prior[0]) if represents is None else represents.to(prior)
     A, residual = prior.new_zeros(len(prior), 0, len(candidates)), prior.clone()
     if len(Z):
-        K = _members(to_dense(kernel(Z)), 2)
-        cross = _members(to_dense(kernel(Z, candidates)), 2)
+        K, cross = _matrix(kernel, Z, Z), _matrix(kernel, Z, candidates)
         A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
         residual = (prior - A.square().sum(-2)).clamp_min(0)
     return _Criterion(prior, beta, number, A, residual)
@@ -146,7 +144,7 @@ def choose_inducing_points(
         pivot = int((beta * residual).sum(0).argmax())
         if len(roots) == 33:  # products with a few large blocks are faster than with many rows
             roots = [torch.cat(roots, -2)]
-        row = _row(kernel, candidates, pivot)
+        row = _matrix(kernel, candidates[pivot : pivot + 1], candidates)[:, 0]
         for block in roots:
             row = row - (block[..., pivot].unsqueeze(-2) @ block).squeeze(-2)
         own = row[:, pivot].unsqueeze(-1)
@@ -206,7 +204,7 @@ def explain_residuals(
     parts = _criterion(Z, inputs, kernel, None, None)
     prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
     # Rows of the kernel matrix in parts: there may be many inputs.
-    rows = [to_dense(kernel(part, inputs)) @ slope.mT for part in inputs.split(512)]
+    rows = [_matrix(kernel, part, inputs)[0] @ slope.mT for part in inputs.split(512)]
     left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
     left = each * left - (each - 1) * residual * slope
     tolerated, jitter = tol * len(inputs), relative_jitter(Z.dtype)
@@ -219,7 +217,7 @@ def explain_residuals(
         pivot = int(gains.argmax())
         if not bool(is_new[pivot]):
             break  # what is left is rounding
-        row = _row(kernel, inputs, pivot)[0]
+        row = _matrix(kernel, inputs[pivot : pivot + 1], inputs)[0, 0]
         for block in roots:
             row = row - block[:, pivot] @ block
         root = row / residual[pivot].sqrt()
@@ -253,8 +251,8 @@ def _exchange(
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
     prior = _members(kernel(candidates, diag=True), 1).double()
-    K = _members(to_dense(kernel(Z)), 2).double()
-    cross = _members(to_dense(kernel(Z, candidates)), 2).double().clone()
+    K = _matrix(kernel, Z, Z).double()
+    cross = _matrix(kernel, Z, candidates).double().clone()
     P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
     B = P @ cross
     unexplained = prior - (cross * B).sum(-2)
@@ -271,7 +269,7 @@ def _exchange(
         unexplained += row.square()
         P[:, old], P[:, :, old], B[:, old] = 0, 0, 0
 
-        covariance = _row(kernel, candidates, new).double()
+        covariance = _matrix(kernel, candidates[new : new + 1], candidates)[:, 0].double()
         column = cross[:, :, new].clone()
         column[:, old] = 0  # what is left of the points
         given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2)
@@ -294,11 +292,9 @@ def first_kernel(kernel: Kernel) -> Kernel:
     return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
 
 
-def _row(kernel: Kernel, inputs: Tensor, i: int) -> Tensor:
-    """``b x n`` covariances of one of ``n`` inputs with all of them."""
-    own, known = inputs[i : i + 1], stationary(kernel)
-    matrix = to_dense(kernel(own, inputs)) if known is None else known.matrix(own, inputs)
-    return _members(matrix, 2)[:, 0]
+def _matrix(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
+    """``b x p x n`` covariances of values at ``p x d`` and ``n x d`` inputs."""
+    return _members(covariances(kernel, left, right), 2)
 
 
 def _members(tensor: Tensor, event_dims: int) -> Tensor:

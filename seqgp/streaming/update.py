@@ -18,10 +18,12 @@ import torch
 from gpytorch.likelihoods import BernoulliLikelihood, SoftmaxLikelihood
 from torch import Tensor
 
-from seqgp.dual import Sites
+from seqgp.dual import Sites, posterior_mean
+from seqgp.dual.sites import sites as make_sites
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.choices import first_parts
 from seqgp.likelihoods.discrete import OrdinalLikelihood
+from seqgp.likelihoods.traits import is_conjugate
 from seqgp.observations import Observations
 from seqgp.progress import progress_bar
 from seqgp.streaming.draft import adopt, draft_of
@@ -464,9 +466,9 @@ def _add_where_misfitting(model: StreamModel, learned: Learned, options: UpdateO
     if Z.dim() > 2 or kernel.batch_shape or data.coefficients is not None or not stream.num_held:
         return learned
     sites, _ = strategy.sites(data, likelihood=model.likelihood)
-    state, (mean, _) = strategy.state(), strategy.marginals(data)
-    prior_mean = strategy.whitened(state.chol, state.shared, data)[2]
-    slope = (sites.lam - sites.beta * (mean - prior_mean)).detach()
+    state = strategy.state()
+    A = strategy.whitened(state.chol, state.shared, data).A
+    slope = (sites.lam - sites.beta * posterior_mean(A, state.factors)).detach()
     limit = _limit(model) if options.max_inducing is None else options.max_inducing
     points, slope = stream.gather(data.points.detach(), -2), stream.gather(slope)
     chosen = explain_residuals(Z, points, kernel, slope, limit)
@@ -499,8 +501,12 @@ def _weighted_inputs(model: StreamModel) -> tuple[Tensor, Tensor, Tensor, int]:
 
 def _precision(model: StreamModel, data: Observations) -> Tensor:
     """``[b x] n`` precisions of sites, one row for each kernel or summed."""
-    strategy = model.variational_strategy
-    sites, _ = strategy.sites(data, likelihood=model.likelihood)
+    strategy, likelihood = model.variational_strategy, model.likelihood
+    if is_conjugate(likelihood):  # whatever the posterior is: it need not be known
+        prior = torch.zeros_like(data.targets)
+        sites = make_sites(data.evaluate(likelihood, False)(prior, prior), prior)
+    else:
+        sites, _ = strategy.sites(data, likelihood=likelihood)
     precision = sites.beta.expand_as(sites.lam)
     # Kernels of several outputs or latents share the inducing points of one model.
     if strategy.inducing_points.dim() > 2 or precision.shape[:-1] != model.covar_module.batch_shape:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
+from linear_operator import to_dense
 from torch import Tensor
 
 
@@ -86,6 +87,18 @@ def stationary(kernel: Kernel) -> Stationary | None:
     if lengthscale.dim() > 2 or (scale is not None and scale.dim()):  # a batch of kernels
         return None
     return Stationary(lengthscale, scale, profile)
+
+
+def covariances(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
+    """The matrix of a kernel, in closed form if it is one of those; differentiable once then.
+
+    Args:
+        kernel: Any kernel.
+        left: ``... x p x d``.
+        right: ``... x n x d``.
+    """
+    known = stationary(kernel)
+    return to_dense(kernel(left, right)) if known is None else known.matrix(left, right)
 
 
 def _rbf(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

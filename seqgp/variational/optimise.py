@@ -71,15 +71,18 @@ def lbfgs(
     within = {name: _log(pair) if name in logs else pair for name, pair in bounds.items()}
     inner = ForwardBackwardClosure(loss, parameters)
 
+    @torch.no_grad()
     def become() -> None:
         for name, value in logs.items():
-            parameters[name].data.copy_(value.exp())
+            parameters[name].copy_(value.exp())
 
     def closure() -> tuple[Tensor, list[Tensor | None]]:
         become()
         value, gradients = inner()
         return value, [
-            gradient if gradient is None or name not in logs else gradient * parameters[name].data
+            gradient
+            if gradient is None or name not in logs
+            else gradient * parameters[name].detach()
             for name, gradient in zip(parameters, gradients, strict=True)
         ]
 

@@ -29,9 +29,9 @@ BOUNDS = {"noise": (1e-4, None), "lengthscale": (0.025, None)}
 
 @pytest.mark.parametrize("noise", [1e-3, 1e-6])
 def test_small_noise_does_not_stop_lengthscales(noise: float) -> None:
-    """Not even with a tolerance of a fifth of what they gain."""
+    """Which gain 15 nats, far more than the tolerance."""
     parameters = started()
-    lbfgs(lambda: evidence_of(parameters, noise), parameters, BOUNDS, steps=40, tol=0.1)
+    lbfgs(lambda: evidence_of(parameters, noise), parameters, BOUNDS, steps=40, tol=0.02)
     assert_close(parameters["noise"], torch.tensor(max(noise, 1e-4)), 0.01)
     found = {name: value.detach() for name, value in parameters.items()}
     assert float(found["noise"]) >= 1e-4

@@ -1121,7 +1121,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 With ``coefficients=``, ``n' x J x d``.
             Y: ``batch_shape x n' x m`` observations.
             memory: How much to remember, and what, or just how many observations; by default the
-                model's ``memory_options``, a uniform sample of 1,000 of all that there have been.
+                model's ``memory_options``, a uniform sample of 2,000 of all that there have been.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters at this update. By default (``None``) when the
                 data have grown by a fifth since it was last done: often at first, ever more rarely

@@ -168,6 +168,21 @@ def test_exchanges_are_those_of_the_dense_rule(d: int, m: int, constant: float) 
         assert torch.equal(choose_inducing_points(Z, X, kernel(constant), m), expected)
 
 
+def test_what_is_known_is_not_given_up_for_less() -> None:
+    """The same exchange is made, or not, by what it costs and brings, densely computed."""
+    k, Z, far = kernel(), points(0, 3, 8), torch.tensor([[9.0]])
+    X = torch.cat([points(0, 3, 60), far])
+    (old,) = (~(exchanged_one_by_one(Z, X, k).unsqueeze(0) == Z.unsqueeze(1)).all(-1).any(1)).nonzero()
+    rest = torch.cat([Z[: int(old)], Z[int(old) + 1 :]])
+    lost = unexplained(rest, X, k) - unexplained(Z, X, k)
+    gained = unexplained(rest, X, k) - unexplained(torch.cat([rest, far]), X, k)
+    for factor, exchanges in ((0.99, True), (1.01, False)):
+        number = torch.ones(len(X))
+        number[:-1] = factor * gained.sum() / lost[:-1].sum()
+        chosen = choose_inducing_points(Z, X, k, len(Z), represents=number, tol=0.0)
+        assert bool((chosen == far).any()) is exchanges
+
+
 def test_exchanges_in_single_precision() -> None:
     Z, X = points(0, 5, 20).float(), points(5, 10, 100).float()
     chosen = choose_inducing_points(Z, X, kernel().float(), 20)

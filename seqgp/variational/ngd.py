@@ -10,7 +10,7 @@ from gpytorch.optim import NGD
 from torch.nn import Module
 
 from seqgp.dual import Duals
-from seqgp.dual.posterior import has_posterior
+from seqgp.dual.natural_parameters import shortened_step
 from seqgp.variational.state import DualState, Leaves
 
 
@@ -130,18 +130,4 @@ class DualNGD(NGD):
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for tensor in group["params"]
         ]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            raise FloatingPointError(
-                "The natural gradient is not finite; nothing has been changed. Check the scale of "
-                "inputs, targets and hyperparameters."
-            )
-        size = float(group["lr"]) * self.num_data
-        for _ in range(16):
-            new = Duals(*(x - size * g for x, g in zip(duals, gradients, strict=True)))
-            if has_posterior(new):
-                return new
-            size /= 2
-        raise FloatingPointError(
-            "No natural-gradient step leads to a posterior; nothing has been changed. Use a "
-            "smaller lr=, and check the scale of inputs, targets and hyperparameters."
-        )
+        return shortened_step(duals, Duals(*gradients), float(group["lr"]) * self.num_data)

@@ -215,6 +215,9 @@ class DualVariationalStrategy(DualState):
         shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
 
+    def _knows_only_data(self) -> bool:
+        return super()._knows_only_data() and self.ranks.alone and not self.is_fantasy
+
     def set_ranks(self, ranks: Ranks) -> None:
         """Share the observations with other processes, or with none.
 
@@ -327,6 +330,7 @@ class DualVariationalStrategy(DualState):
             inputs, targets, likelihood, arguments, weights, coefficients
         )
         state = self.state()
+        self.learnt_in_loop = False
         base = state.duals if add else self.base(state.basis, likelihood, summary_share)
         options: dict[str, Any] = {
             "latent_dims": self.latent_dims,

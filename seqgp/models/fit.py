@@ -337,7 +337,7 @@ def _fit_full_batch(
     def loss() -> Tensor:
         bar.update()
         model.refresh()
-        return _total_loss(model, mll, model.stream.observations)
+        return _summed_loss(model, mll, model.stream.observations)
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
@@ -463,9 +463,7 @@ def fit_minibatches(
         for _ in range(most):
             for part in source.epoch():
                 model.natural_gradient_step(part, rho, source.num_data)
-                yield shared_loss(
-                    lambda part=part: _loss(model, mll, part).sum(), parameters, ranks
-                )
+                yield shared_loss(partial(_summed_loss, model, mll, part), parameters, ranks)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         if epochs is not None:
@@ -521,7 +519,7 @@ def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Obse
         return -value
 
 
-def _total_loss(
+def _summed_loss(
     model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations
 ) -> Tensor:
     return _loss(model, mll, data).sum()

@@ -132,8 +132,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
       observations with an inducing point at each.
     * It has the arguments of `SingleTaskVariationalGP` by name, except for
-      ``variational_distribution`` and ``variational_strategy``. A training loop with
-      `VariationalELBO` needs a `DualNGD`, and raises an error without.
+      ``variational_distribution`` and ``variational_strategy``. In a training loop with
+      `VariationalELBO`, whose targets are ``train_targets``, each backward pass takes a
+      natural-gradient step of the posterior; `DualNGD` is an optimiser for them.
     * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
       train mode a call returns the posterior, where exact GPs return the prior.
     * Along a stream, the default `Standardize` follows the data. Statistics of other transforms

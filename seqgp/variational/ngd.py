@@ -22,6 +22,7 @@ class DualNGD(NGD):
     minibatches, gradients that are accumulated over several backward passes, and wrappers such as
     `IndependentMultitaskVariationalStrategy`, `LMCVariationalStrategy` or `DeepGPLayer`. Steps are
     the same as GPyTorch's: with a Gaussian likelihood, all data and ``lr=1`` one step is exact.
+    Without this optimiser each backward pass takes a step of size 0.1.
 
     As long as this optimiser exists and the model is in train mode, hyperparameters move under the
     whitened posterior, as they do in GPyTorch. (In eval mode, or with `DualELBO` and no such

@@ -112,7 +112,9 @@ class DualVariationalStrategy(DualState):
     change, and adding data is adding duals.
 
     Duals are buffers, not parameters: they are moved by natural-gradient steps
-    (`natural_gradient_step`, `converge`), never by an optimiser. Before the first step the
+    (`natural_gradient_step`, `converge`), never by an optimiser of parameters. In a training loop
+    with `VariationalELBO` or another objective with ``kl_divergence()``, each backward pass takes
+    such a step, of size 0.1; `DualNGD` takes them as an optimiser. Before the first step the
     posterior is the prior.
 
     Args:

@@ -1600,8 +1600,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             state_dict: What ``state_dict()`` returned.
             strict: Whether its keys have to be those of this model, those of the variational
                 strategy excepted.
-            keep_transforms: Whether training targets are transformed anew, by the transform that
-                has been loaded, as in BoTorch's models.
+            keep_transforms: Whether the statistics of transforms are those of the state, by which
+                training targets are transformed anew. Otherwise they stay those of the data at
+                hand, as BoTorch's models learn them at the next training step.
             assign: Whether to take on the precision and the device of the state.
 
         Example:

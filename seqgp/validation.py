@@ -50,18 +50,21 @@ def check_tensor(value: Any, name: str) -> None:
         name: What to call it in the error.
     """
     if not isinstance(value, Tensor):
+        table = hasattr(value, "to_numpy")  # of pandas or polars
+        convert = f"torch.as_tensor({name}{'.to_numpy()' if table else ''}, dtype=torch.double)"
         raise TypeError(
-            f"{name}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor makes "
-            "one."
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}; convert it with "
+            f"{convert}."
         )
     if value.layout != torch.strided:
         raise TypeError(
-            f"{name}: expected a dense tensor, got {value.layout}; {name}.to_dense() makes one."
+            f"{name}: expected a dense tensor, got {value.layout}; convert it with "
+            f"{name}.to_dense()."
         )
     if value.is_complex():
         raise TypeError(f"{name}: expected real numbers, got {value.dtype}.")
     if value.is_meta:
-        raise ValueError(f"{name}: expected numbers, got a tensor of the device meta without any.")
+        raise ValueError(f"{name}: expected numbers, got a tensor on the meta device.")
 
 
 def is_whole(value: Any) -> bool:
@@ -92,8 +95,8 @@ def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
     check_tensor(inputs, name)
     if inputs.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected floating point numbers of 32 or 64 bits, got {inputs.dtype}; "
-            f"{name}.double() makes them."
+            f"{name}: expected torch.float64 or torch.float32, got {inputs.dtype}; convert it with "
+            f"{name}.double()."
         )
     if inputs.dim() < 2:
         raise ValueError(
@@ -120,8 +123,8 @@ def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> 
         return
     if isinstance(value, type):
         raise TypeError(
-            f"{name}: expected a {kind.__name__}, got the class {value.__name__}; make an object "
-            f"of it: {value.__name__}(...)."
+            f"{name}: expected a {kind.__name__}, got the class {value.__name__}; pass an "
+            f"instance: {value.__name__}(...)."
         )
     raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.50}.")
 
@@ -513,7 +516,7 @@ def _missing_hint(targets: Tensor, likelihood: Likelihood) -> str:
             "; if some outputs have not been observed everywhere, pass likelihood="
             f"GaussianLikelihoodWithMissingObs(batch_shape=torch.Size({[*targets.shape[:-1]]}))."
         )
-    return "; leave out what has not been observed."
+    return "; leave out rows that have not been observed."
 
 
 def check_finite(tensor: Tensor, name: str, dim: int = -2, hint: str = ".") -> None:

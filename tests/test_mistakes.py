@@ -117,7 +117,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "a class, not an object": (
         lambda: SequentialGP(X, Y, likelihood=BernoulliLikelihood),
         TypeError,
-        r"likelihood: .* got the class BernoulliLikelihood; make an object",
+        r"likelihood: .* got the class BernoulliLikelihood; pass an instance",
     ),
     "a name": (
         lambda: SequentialGP(X, Y, likelihood="bernoulli"),
@@ -154,7 +154,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "train_Yvar: noise variances are for Gaussian",
     ),
-    "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* torch.as_tensor makes"),
+    "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* with torch.as_tensor"),
     "an array": (lambda: labels().posterior(X.numpy()), TypeError, "got ndarray"),
     "a point": (lambda: labels().posterior(X[0]), ValueError, r"single point is X\.unsqueeze"),
     "a column too many": (
@@ -175,12 +175,12 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "lists to learn": (
         lambda: SequentialGP(X.tolist(), Y),
         TypeError,
-        "train_X: .* got list; torch.as_tensor makes one",
+        "train_X: .* got list; convert it with torch.as_tensor",
     ),
     "an array to learn next": (
         lambda: labels().update(X.numpy(), Y),
         TypeError,
-        "X: .* got ndarray; torch.as_tensor makes one",
+        "X: .* got ndarray; convert it with torch.as_tensor",
     ),
     "no sampler": (
         lambda: labels().fantasize(X, None),
@@ -197,7 +197,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
             X, Y.round(), likelihood=BernoulliLikelihood(), outcome_transform=Standardize(1)
         ),
         ValueError,
-        "outcome_transform: Standardize turns .* BernoulliLikelihood cannot .* leave it out",
+        "outcome_transform: after a Standardize, .* BernoulliLikelihood; leave it out",
     ),
     "labels that were wrong before they were standardised": (
         lambda: SequentialGP(
@@ -239,7 +239,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "noise that is learnt": (
         lambda: SequentialGP(X, Y, covar_module=make_kernel()).update(X, Y, noise=Y),
         ValueError,
-        "noise: only a model that has been built with train_Yvar",
+        "noise: expected None, since this model was built without train_Yvar",
     ),
     "a capacity in words": (
         lambda: MemoryOptions(capacity="many"),  # type: ignore[arg-type]
@@ -356,7 +356,7 @@ def test_lists_instead_of_tensors() -> None:
     assert by_index.chosen.tolist() == [3]
     nothing = select_from_pool(model, pool, threshold=0.5, surveyed=[])  # type: ignore[arg-type]
     assert nothing.scores.isfinite().all()
-    with pytest.raises(ValueError, match="surveyed, available: no point of the pool is left"):
+    with pytest.raises(ValueError, match="surveyed, available: there is no point left"):
         select_from_pool(model, pool, threshold=0.5, surveyed=torch.arange(12))
     counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
     with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
@@ -442,7 +442,7 @@ def test_what_is_told_and_returned_is_checked() -> None:
             loop.load_state_dict(state)  # type: ignore[arg-type]
     assert not len(loop.X)
     loop.tell(X, torch.zeros(2))
-    with pytest.raises(TypeError, match=r"X: .* got list; torch.as_tensor makes one"):
+    with pytest.raises(TypeError, match=r"X: .* got list; convert it with torch.as_tensor"):
         loop.probability_of_validity([[0.5, 0.5]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"X: expected shape \.\.\. x 2, got \(1, 3\)"):
         loop.probability_of_validity(torch.rand(1, 3))

@@ -107,7 +107,7 @@ def select_from_pool(
     counts &= ~awaited
     open_ = counts & _mask(available, n, pool.device, "available", True)
     if not open_.any():
-        raise ValueError("surveyed, available: no point of the pool is left to choose.")
+        raise ValueError("surveyed, available: there is no point left to choose.")
     if not is_whole(q) or q < 1 or int(open_.sum()) < q:
         raise ValueError(
             f"q: expected 1 to {int(open_.sum())}, the number of points left, got {q}."
@@ -115,7 +115,8 @@ def select_from_pool(
     if costs is not None:
         costs = torch.as_tensor(costs, device=pool.device)
         if costs.shape != (n,) or not bool((costs > 0).all()):
-            raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
+            got = f"shape {tuple(costs.shape)}" if costs.shape != (n,) else f"{costs.min():g}"
+            raise ValueError(f"costs: expected {n} positive numbers, got {got}.")
     weights = checked_weights(weights, None if local else pool)
     imagined: list[int] = awaited.nonzero().squeeze(-1).tolist()
     start, rows = len(imagined), []

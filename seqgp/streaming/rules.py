@@ -85,8 +85,8 @@ class UpdateRule(ABC):
         """
         if memory.replay and is_conjugate(model.likelihood):
             raise ValueError(
-                "replay: the paper's rule knows none, and Gaussian observations need none: their "
-                "sites stay exact; pass MemoryOptions(replay=0)."
+                "replay: not supported for Gaussian observations, whose summary is never outdated; "
+                "use MemoryOptions(replay=0)."
             )
 
     def learns_by_default(self, learn: bool | None) -> bool | None:

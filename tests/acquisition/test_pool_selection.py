@@ -126,5 +126,5 @@ def test_pending_points_come_first() -> None:
     second = select_from_pool(model, pool, pending=batch.chosen[:1], **options)
     assert int(second.chosen) == int(batch.chosen[1])
     assert second.scores[0, batch.chosen[0]] == -torch.inf
-    with pytest.raises(ValueError, match="no point of the pool is left"):
+    with pytest.raises(ValueError, match="there is no point left"):
         select_from_pool(model, pool, pending=torch.ones(30, dtype=torch.bool), **options)

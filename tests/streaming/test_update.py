@@ -320,7 +320,7 @@ def test_a_stream_is_learnt_in_one_mode() -> None:
     model = make_model("gaussian", X[:10], Y[:10], X[:8])
     model.update(X[10:20], Y[10:20], learn=False)
     before = moments(model)
-    with pytest.raises(ValueError, match="mode: this stream has been learnt with 'pseudo-like"):
+    with pytest.raises(ValueError, match="mode: expected 'pseudo-likelihood', as in earlier"):
         model.update(X[20:], Y[20:], learn=False, mode="paper")
     for a, b in zip(before, moments(model), strict=True):
         assert torch.equal(a, b)

@@ -104,10 +104,7 @@ def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
             f"point is {name}.unsqueeze(0), a single column of inputs {name}.unsqueeze(-1)."
         )
     if dim is not None and inputs.shape[-1] != dim:
-        raise ValueError(
-            f"{name}: expected {dim} columns as the inducing points have, got shape "
-            f"{tuple(inputs.shape)}."
-        )
+        raise ValueError(f"{name}: expected shape ... x n x {dim}, got {tuple(inputs.shape)}.")
 
 
 def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> None:

@@ -437,7 +437,7 @@ def test_what_is_told_and_returned_is_checked() -> None:
         TypeError, match=r"evaluate: .* a pair \(Y, valid\), .* it returned a Tensor"
     ):
         loop.run(lambda X: X.sum(-1), 2)  # type: ignore[arg-type, return-value]
-    for state in ({"a": 1}, {"version": 5}, [1]):
+    for state in ({"a": 1}, {"version": loop._version}, [1]):
         with pytest.raises(ValueError, match="state: not the state of a BatchOptimizer"):
             loop.load_state_dict(state)  # type: ignore[arg-type]
     assert not len(loop.X)

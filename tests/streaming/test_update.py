@@ -392,7 +392,7 @@ def fails(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
     [
         (lambda X, Y: (X.clone().fill_(torch.nan), Y), ValueError, "X: expected finite"),
         (lambda X, Y: (X, Y.squeeze(-1)), ValueError, "Y: expected shape"),
-        (lambda X, Y: (X[:, :1], Y), ValueError, "X: expected 2 columns"),
+        (lambda X, Y: (X[:, :1], Y), ValueError, "X: expected shape"),
         (lambda X, Y: (X, 2 * Y - 1), ValueError, "labels must be 0 or 1"),
         (lambda X, Y: (X, Y), KeyboardInterrupt, None),
     ],

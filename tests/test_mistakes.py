@@ -482,7 +482,7 @@ def test_state_of_another_problem() -> None:
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="state: saved with maximize = True"):
         BatchOptimizer(unit(), maximize=False).load_state_dict(state)
-    with pytest.raises(ValueError, match="expected version 5, got 1"):
+    with pytest.raises(ValueError, match="expected version 6, got 1"):
         BatchOptimizer(unit()).load_state_dict({**state, "version": 1})
 
 

@@ -615,7 +615,7 @@ def test_the_state_of_a_stream_in_a_model_with_data() -> None:
     stream, other = labels(), labels()
     stream.update(make_inputs(20, 2), torch.ones(20, 1), memory=5, learn=False)
     state = stream.state_dict()
-    with pytest.raises(ValueError, match=r"that of a stream.*seqgp\.save"):
+    with pytest.raises(ValueError, match=r"comes from a stream.*seqgp\.save"):
         other.load_state_dict(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

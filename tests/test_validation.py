@@ -46,7 +46,7 @@ def with_nan(tensor: Tensor, value: float = torch.nan) -> Tensor:
 
 BAD_DATA: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], type, str]] = {
     "inputs: not a tensor": (lambda x, y: (x.tolist(), y), TypeError, "inputs: .*torch.Tensor"),
-    "inputs: expected torch.float64"),
+    "inputs: integers": (lambda x, y: (x.long(), y), TypeError, "inputs: .*torch.float64"),
     "inputs: a vector": (lambda x, y: (x[:, 0], y), ValueError, r"inputs: .*unsqueeze\(-1\)"),
     "inputs: columns": (lambda x, y: (x[:, :1], y), ValueError, "inputs: expected shape"),
     "inputs: NaN": (lambda x, y: (with_nan(x), y), ValueError, "inputs: .*1 NaN or infinite"),

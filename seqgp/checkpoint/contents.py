@@ -12,7 +12,7 @@ import copy
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,8 +120,8 @@ def save(
         >>> Y = 2**0.5 * torch.sin(12.6 * X)
         >>> model = seqgp.SequentialGP(X[:30], Y[:30])
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     seqgp.save(model, f"{directory}/model.pt", extra={"next": 1})
-        ...     again = seqgp.load(f"{directory}/model.pt")
+        ...     seqgp.save(model, f"{directory}/model.seqgp", extra={"next": 1})
+        ...     again = seqgp.load(f"{directory}/model.seqgp")
         >>> records = [m.update(X[30:], Y[30:], steps=3) for m in (model, again)]
         >>> records[0].elbo == records[1].elbo
         True
@@ -133,6 +133,8 @@ def save(
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
             "BatchOptimizer has a state_dict()."
         )
+    if not isinstance(extra, Mapping | None):
+        raise TypeError(f"extra: expected a dictionary, got a {type(extra).__name__}.")
     try:
         described_extra = describe(dict(extra or {}), "extra")
     except CannotDescribe as error:
@@ -189,8 +191,8 @@ def load(
         >>> def build(n):
         ...     return seqgp.SequentialGP(X[:n], torch.sin(6 * X[:n]), covar_module=Own())
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     seqgp.save(build(20), f"{directory}/model.pt")
-        ...     model = seqgp.load(f"{directory}/model.pt", like=build(3), dtype=torch.float32)
+        ...     seqgp.save(build(20), f"{directory}/model.seqgp")
+        ...     model = seqgp.load(f"{directory}/model.seqgp", like=build(3), dtype=torch.float32)
         >>> model.posterior(X.float()).mean.dtype, model.num_data
         (torch.float32, 20)
     """
@@ -232,8 +234,8 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> X = torch.linspace(-1.6, 1.6, 20, dtype=torch.double).unsqueeze(-1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     model = seqgp.SequentialGP((X + 1.6) / 3.2, X)
-        ...     seqgp.save(model, f"{directory}/model.pt", extra={"next batch": 7})
-        ...     load_extra(f"{directory}/model.pt")
+        ...     seqgp.save(model, f"{directory}/model.seqgp", extra={"next batch": 7})
+        ...     load_extra(f"{directory}/model.seqgp")
         {'next batch': 7}
     """
     content = _read(path)

@@ -93,7 +93,7 @@ class CheckpointError(ValueError):
         >>> import tempfile, seqgp
         >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = Path(directory) / "model.pt"
+        ...     path = Path(directory) / "model.seqgp"
         ...     _ = path.write_text("something else")
         ...     try:
         ...         seqgp.load(path)

@@ -304,10 +304,14 @@ class MemoryOptions:
             return given
         if is_whole(given):
             return cls(capacity=int(given))
-        share = f"; a share of what has been seen is MemoryOptions({given})"
+        is_share = isinstance(given, float) and 0 < given <= 1
         raise TypeError(
-            f"memory: expected MemoryOptions or a whole number of observations, got {given!r}"
-            f"{share if isinstance(given, float) and 0 < given <= 1 else ''}."
+            f"memory: expected MemoryOptions or a whole number of observations, got {given!r}; "
+            + (
+                f"MemoryOptions({given}) keeps this share of all observations."
+                if is_share
+                else "MemoryOptions(None) keeps all observations."
+            )
         )
 
     def at(self, num_seen: int) -> MemoryOptions:

@@ -57,7 +57,7 @@ def test_noise_that_is_not_known() -> None:
     none = X[:0, :1]
     model = SequentialGP(X[:0], none, none, covar_module=make_kernel(), inducing_points=X)
     assert model.posterior(X).variance.isfinite().all()
-    with pytest.raises(ValueError, match=r"noise: without observations .* is not known"):
+    with pytest.raises(ValueError, match=r"noise: the model has no observations yet"):
         model.posterior(X, observation_noise=True)
     with pytest.raises(ValueError, match="noise: without observations"):
         model.condition_on_observations(X, X[:, :1])
@@ -101,7 +101,7 @@ def test_observations_that_overflow() -> None:
 TENSORS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "sparse": (torch.Tensor.to_sparse, "expected a dense tensor.*to_dense"),
     "complex": (lambda t: t + 1j, "expected real numbers, got torch.complex128"),
-    "meta": (lambda t: t.to("meta"), "expected numbers, got a tensor of the device meta"),
+    "meta": (lambda t: t.to("meta"), "expected numbers, got a tensor on the meta device"),
 }
 
 

@@ -651,8 +651,10 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
         ({"learn": "no"}, TypeError, "learn: expected True, False or None"),
         ({"max_inducing": 0}, ValueError, "max_inducing: expected at least one"),
         ({"memory": True}, TypeError, "memory: expected MemoryOptions .* got True"),
-        ({"memory": 0.1}, TypeError, r"a share of what has been seen is MemoryOptions\(0.1\)"),
-        ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a whole"),
+        ({"memory": 0.1}, TypeError, r"MemoryOptions\(0.1\) keeps this share"),
+        ({"memory": "all"}, TypeError, r"memory: .* MemoryOptions\(None\) keeps all"),
+        ({"discount": "automatic"}, TypeError, 'discount: expected a number or "auto"'),
+        ({"inducing": 50}, ValueError, "inducing: .* got 50; max_inducing= is"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], error: Any, message: str) -> None:

@@ -314,6 +314,8 @@ def check_arguments(
         if known is not None and name not in known:
             near = difflib.get_close_matches(name, [*options, *known], n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
+            if name in ("arguments", "likelihood_arguments") and known:
+                hint = f"; pass {min(known)}= by name."
             knows = f"which knows {', '.join(sorted(known))}" if known else "which has none"
             raise TypeError(
                 f"{name}: neither an option here nor a per-point argument of {kind}, {knows}{hint}"
@@ -590,6 +592,8 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
     elif isinstance(largest, Tensor):  # one for each: that of the example alone
         most = torch.broadcast_to(largest, allowed.shape)[~allowed].flatten()[0].item()
         hint = f"it must be an integer from 0 to {most:g}"
+        if 0 < example < 1:
+            hint += "; pass counts, not rates"
     elif support is constraints.nonnegative_integer:
         hint = "counts must be whole numbers from 0"
     else:

@@ -112,6 +112,13 @@ def test_arguments_of_ones_own_likelihood() -> None:
         SequentialGP(X, Y, likelihood=Anything(), covar_module=make_kernel())
 
 
+class Frame:
+    """A table as those of pandas."""
+
+    def to_numpy(self) -> Any:
+        return torch.rand(20, 2).numpy()
+
+
 X, Y = torch.rand(20, 2, dtype=torch.float64), torch.rand(20, 1, dtype=torch.float64)
 SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "a class, not an object": (
@@ -166,6 +173,11 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: labels().condition_on_observations(X[0], Y[0].round()),
         ValueError,
         r"X\.unsqueeze",
+    ),
+    "a table": (
+        lambda: SequentialGP(Frame(), Y),
+        TypeError,
+        r"train_X: .* got Frame; convert it with torch.as_tensor\(train_X.to_numpy\(\)",
     ),
     "lists to condition on": (
         lambda: labels().condition_on_observations(X, Y.tolist()),
@@ -361,6 +373,16 @@ def test_lists_instead_of_tensors() -> None:
     counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
     with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
         select_from_pool(counts, pool, threshold=0.5, total_count=torch.ones(3))
+    with pytest.raises(TypeError, match="arguments: .* pass total_count= by name"):
+        select_from_pool(counts, pool, threshold=0.5, arguments={"total_count": 5})
+    with pytest.raises(ValueError, match="threshold: expected a probability between 0 and 1"):
+        select_from_pool(counts, pool, threshold=10)
+    with pytest.raises(TypeError, match="surveyed: expected 12 booleans or a list of indices, got"):
+        select_from_pool(counts, pool, threshold=0.5, surveyed=["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="costs: expected 12 positive numbers, got -1"):
+        select_from_pool(counts, pool, threshold=0.5, costs=-torch.ones(12))
+    with pytest.raises(ValueError, match="must be an integer from 0 to 5; pass counts, not rates"):
+        counts.update(pool[:2], torch.full((2, 1), 0.3))
 
 
 # -------------------------------------------------------------------------------- ask and tell

@@ -57,12 +57,12 @@ class Learned(NamedTuple):
     Attributes:
         steps: Evaluations of the objective for hyperparameters.
         bound: The bound at the end.
-        outcome: Which hyperparameters have been kept.
+        outcome: What was done to the hyperparameters, in words.
     """
 
     steps: int
     bound: Tensor
-    outcome: str = "present"
+    outcome: str = "learnt hyperparameters"
 
 
 class UpdateRule(ABC):

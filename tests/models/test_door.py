@@ -59,7 +59,7 @@ def test_noise_that_is_not_known() -> None:
     assert model.posterior(X).variance.isfinite().all()
     with pytest.raises(ValueError, match=r"noise: the model has no observations yet"):
         model.posterior(X, observation_noise=True)
-    with pytest.raises(ValueError, match="noise: without observations"):
+    with pytest.raises(ValueError, match="noise: the model has no observations yet"):
         model.condition_on_observations(X, X[:, :1])
     noise = torch.full((4, 1), 0.3)
     variance = model.posterior(X, observation_noise=noise).variance

@@ -150,8 +150,8 @@ class BatchOptimizer(AskTell):
             raise ValueError("trust_region: expected a box, not a list of choices.")
         if correlated and (make_objective is not None or make_validity is not None):
             raise ValueError(
-                "correlated: one model learns both objective and validity; leave out make_objective "
-                "and make_validity."
+                "correlated: one model learns objective and validity; leave out make_objective and "
+                "make_validity."
             )
         _check_discount(discount, bool(correlated), bool(trust_region))
         self.discount = discount
@@ -674,6 +674,6 @@ def _check_discount(discount: object, correlated: bool, trust_region: bool) -> N
         )
     if discount != 1 and trust_region:
         raise ValueError(
-            "trust_region: not supported with a discount, since its size depends on earlier values, "
-            "which may no longer hold; leave out discount or trust_region."
+            "trust_region: not supported with a discount, since its size depends on earlier "
+            "values, which may no longer hold; leave out discount or trust_region."
         )

@@ -373,7 +373,7 @@ def test_lists_instead_of_tensors() -> None:
     counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
     with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
         select_from_pool(counts, pool, threshold=0.5, total_count=torch.ones(3))
-    with pytest.raises(TypeError, match="arguments: .* pass total_count= by name"):
+    with pytest.raises(TypeError, match=r"arguments: .* pass total_count= by name"):
         select_from_pool(counts, pool, threshold=0.5, arguments={"total_count": 5})
     with pytest.raises(ValueError, match="threshold: expected a probability between 0 and 1"):
         select_from_pool(counts, pool, threshold=10)

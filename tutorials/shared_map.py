@@ -133,6 +133,8 @@ def main(given: list[str] | None = None) -> None:
     Args:
         given: The command line; by default that of the process.
     """
+    from tutorials.shared_map import robot  # new processes import what they run
+
     options = common.parser(__doc__).parse_args(given)
     common.begin(options)
     size = 60 if options.short else 5_000

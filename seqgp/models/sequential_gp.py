@@ -444,6 +444,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         arguments = self._per_point(arguments, Y.shape)
         arguments = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         held = self.stream.observations
+        if not Y.shape[-2]:  # nobody needs to pass the arguments of no observations
+            none = {k: v[..., :0] for k, v in held.arguments.items() if k != "noise"}
+            arguments = {**none, **arguments}
         if noise is not None and len(held) and "noise" not in held.arguments:
             raise ValueError(
                 "noise: expected None, since this model was built without train_Yvar and learns "
@@ -1460,7 +1463,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         propagate_grads: bool = False,
         **kwargs: Any,
     ) -> SequentialGP:
-        """Return the model conditioned on observations at ``X`` that are sampled from its posterior.
+        """Return the model conditioned on observations at ``X``, sampled from its posterior.
 
         Samples are possible observations: labels are 0 or 1, and counts are integers.
 

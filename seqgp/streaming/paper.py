@@ -73,7 +73,7 @@ class PaperRule(UpdateRule):
         if options.discount != 1:
             raise ValueError('discount: not supported with mode="paper".')
         if memory.replay:
-            raise ValueError('replay: not supported with mode="paper"; use MemoryOptions(replay=0).')
+            raise ValueError('replay: not supported with mode="paper"; pass replay=0.')
 
     def learns_by_default(self, learn: bool | None) -> bool | None:
         """At every update."""

@@ -110,7 +110,7 @@ def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
     assert int(select_from_pool(model, pool, **options).chosen) >= 5
     mask = torch.zeros(20, dtype=torch.long)
     mask[:5] = 1
-    with pytest.raises(ValueError, match="surveyed: .* 20 zeros and ones; for a mask"):
+    with pytest.raises(ValueError, match=r"surveyed: .* 20 zeros and ones; for a mask"):
         select_from_pool(model, pool, **{**options, "surveyed": mask})
     with pytest.raises(ValueError, match="q: expected 1 to 15"):
         select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]

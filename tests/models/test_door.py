@@ -133,7 +133,7 @@ def test_tensors_of_other_kinds(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 def test_models_are_of_32_or_64_bits(dtype: torch.dtype) -> None:
     X = torch.arange(10).reshape(5, 2)
-    with pytest.raises(TypeError, match="train_X: expected torch.float64 or torch.float32"):
+    with pytest.raises(TypeError, match=r"train_X: expected torch.float64 or torch.float32"):
         SequentialGP(X.to(dtype), X[:, :1].to(dtype))
 
 

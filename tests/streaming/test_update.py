@@ -667,6 +667,17 @@ def test_impossible_options(options: dict[str, Any], error: Any, message: str) -
         assert torch.equal(a, b)
 
 
+def test_no_observations_need_no_arguments() -> None:
+    """``update(X[:0], Y[:0])`` learns more from what is there, for any likelihood."""
+    X, Y, arguments = make_data("binomial")
+    models = [make_model("binomial", X, Y, X[:8], likelihood_arguments=arguments) for _ in "ab"]
+    none = {"total_count": arguments["total_count"][:0]}
+    first, second = models[0].update(X[:0], Y[:0]), models[1].update(X[:0], Y[:0], **none)
+    assert first.steps == second.steps > 0
+    assert first.elbo == second.elbo
+    assert models[0].num_seen == len(X)
+
+
 def test_a_stream_with_arguments_of_its_own() -> None:
     """Triples; without gradients, in another precision."""
     X, Y, arguments = make_data("binomial")

@@ -250,7 +250,7 @@ def test_nothing_new_changes_nothing() -> None:
     values = model.hyperparameter_values()
     record = model.update(X[:2], Y[:2])
     assert record.steps == 0
-    assert "few more" in record.decision
+    assert record.decision.startswith("conditioned on the data: 32 observations, 30 when")
     assert all(torch.equal(v, values[k]) for k, v in model.hyperparameter_values().items())
 
 

@@ -33,6 +33,7 @@ from seqgp.distributed import Ranks
 from seqgp.likelihoods.by_task import TaskLikelihood
 from seqgp.likelihoods.traits import is_conjugate, is_real_valued
 from seqgp.models.construction import default_mean
+from seqgp.models.outcomes import Affine
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import NOISE_OF_FANTASIES, SequentialGP
 from seqgp.models.tasks import (
@@ -270,8 +271,31 @@ class SequentialMultiTaskGP(SequentialGP):
         check_tasks(X[..., self.task_feature], self.all_tasks, name)
         return True
 
-    def _task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+    def long_inputs(self, X: Tensor, name: str = "X") -> Tensor:
+        """Inputs with a checked task column, by default for one output task after the other.
+
+        Args:
+            X: ``... x q x (d + 1)`` inputs, or ``... x q x d``.
+            name: What to call them in errors.
+        """
+        if self._is_long(X, name):
+            return X
+        return with_task_column(X, self.output_tasks, self.task_feature)
+
+    def task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+        """What the likelihood needs to know of observations at inputs with a task column.
+
+        Args:
+            X: ``... x n x (d + 1)`` inputs.
+        """
         return {"task": self._index(X)} if isinstance(self.likelihood, TaskLikelihood) else {}
+
+    @property
+    def output_scale(self) -> Affine:
+        """Offset and scale of the observations of the first output task."""
+        first = self.all_tasks.index(self.output_tasks[0])
+        Z = self.variational_strategy.inducing_points
+        return Affine(*self._units(torch.tensor([first], device=Z.device)))
 
     def _long(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         """New observations in long format; those in wide format may be of all or output tasks."""
@@ -299,7 +323,7 @@ class SequentialMultiTaskGP(SequentialGP):
             arguments: Likewise.
         """
         X, Y = self._long(X, Y)
-        return super().checked(X, Y, noise, {**self._task_arguments(X), **arguments})
+        return super().checked(X, Y, noise, {**self.task_arguments(X), **arguments})
 
     @writes
     def update(self, X: Tensor, Y: Tensor, *args: Any, **kwargs: Any) -> UpdateRecord:
@@ -486,7 +510,7 @@ class SequentialMultiTaskGP(SequentialGP):
         """
         check_points(X, self.num_inputs, "X")
         self._is_long(X)
-        return super().log_predictive_density(X, targets, **self._task_arguments(X), **arguments)
+        return super().log_predictive_density(X, targets, **self.task_arguments(X), **arguments)
 
     # ---------------------------------------------------------------- conditioning
 
@@ -533,7 +557,7 @@ class SequentialMultiTaskGP(SequentialGP):
                 "noise: noise variances are for Gaussian likelihoods, and not all of these tasks "
                 "have one."
             )
-        kwargs = {**self._task_arguments(X), **kwargs}
+        kwargs = {**self.task_arguments(X), **kwargs}
         return super().condition_on_observations(X, Y, noise, **kwargs)
 
     @reads

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from seqgp.acquisition.batch_options import check_options, find_optimizer, single_point_optimizer
 from seqgp.acquisition.contexts import Context, matches_context
+from seqgp.acquisition.look_ahead import latent_moments
 from seqgp.acquisition.mixed_space import quasi_random_points
 from seqgp.acquisition.pool_selection import imagine, select_from_pool
 from seqgp.acquisition.uncertainty import Uncertainty, link_moments, link_of, nugget_of
@@ -28,7 +29,7 @@ from seqgp.acquisition.uncertainty_reduction import (
     qExpectedUncertaintyReduction,
 )
 from seqgp.ask_tell import AskTell
-from seqgp.likelihoods.traits import is_conjugate
+from seqgp.likelihoods.traits import is_conjugate, output_latents
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.monotonic import check_monotonic, with_slopes
@@ -402,8 +403,8 @@ class ActiveLearner(AskTell):
     def _latent(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of what the link is applied to, ``...``."""
         check_inputs(X, self.bounds.shape[-1], "X")
-        f = self.model.eval()(self.model.transform_inputs(X))
-        return f.mean, f.variance + nugget_of(self.model.likelihood)
+        mean, variance = latent_moments(self.model, X)
+        return mean, variance + nugget_of(self.model.likelihood)
 
     def _default_locations(self) -> Tensor:
         if self.pool is not None:
@@ -411,9 +412,10 @@ class ActiveLearner(AskTell):
         return quasi_random_points(NUM_LOCATIONS, self.bounds, self.options, self.seed + 1)
 
     def _default_model(self, X: Tensor, Y: Tensor) -> SequentialGP:
-        d = X.shape[-1]
-        kernel: Kernel = get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)
-        if not is_conjugate(self.likelihood):
+        d, several = X.shape[-1], output_latents(self.likelihood) is not None
+        latents = torch.Size([self.likelihood.num_features] if several else [])
+        kernel: Kernel = get_covar_module_with_dim_scaled_prior(d, latents, use_rbf_kernel=False)
+        if not is_conjugate(self.likelihood) and not several:
             # Latent values between about -4 and 4: probabilities near zero and one are usual.
             kernel = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(math.log(4.0), 0.75))
             kernel.outputscale = 4.0

@@ -9,6 +9,7 @@ import torch
 from botorch.sampling.normal import SobolQMCNormalSampler
 from torch import Tensor
 
+from seqgp.acquisition.tasks import of_output, with_task
 from seqgp.acquisition.uncertainty_reduction import (
     check_likelihood_arguments,
     checked_criteria,
@@ -56,8 +57,10 @@ def select_from_pool(
     points of a batch do not provide the same information twice.
 
     Args:
-        model: A model of one output and one latent function.
+        model: A model of one output.
         pool: ``n x d`` points: candidates, and the locations whose uncertainty is to be reduced.
+            With a `SequentialMultiTaskGP`, they may have a task column. Those of other tasks than
+            the output are candidates, but no locations.
         q: The number of points to choose.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
             several is the sum of relative reductions, each divided by the present uncertainty.
@@ -94,7 +97,9 @@ def select_from_pool(
         (True, 2)
     """
     check_likelihood_arguments(model, arguments, select_from_pool)
-    checked_criteria(model, pool, criterion, threshold, "pool")
+    # Points of other tasks than the output are candidates, but no locations.
+    pool, mine = with_task(model, pool, "pool"), of_output(model, pool)
+    checked_criteria(model, pool if mine is None else pool[mine], criterion, threshold, "pool")
     n = len(pool)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (n,):
@@ -106,6 +111,8 @@ def select_from_pool(
     awaited = _mask(pending, n, pool.device, "pending", False)
     counts &= ~awaited
     open_ = counts & _mask(available, n, pool.device, "available", True)
+    if mine is not None:
+        counts &= mine
     if not open_.any():
         raise ValueError("surveyed, available: there is no point left to choose.")
     if not is_whole(q) or q < 1 or int(open_.sum()) < q:
@@ -117,6 +124,8 @@ def select_from_pool(
         if costs.shape != (n,) or not bool((costs > 0).all()):
             got = f"shape {tuple(costs.shape)}" if costs.shape != (n,) else f"{costs.min():g}"
             raise ValueError(f"costs: expected {n} positive numbers, got {got}.")
+    if mine is not None and weights is None and not local:
+        weights = mine / mine.sum()
     weights = checked_weights(weights, None if local else pool)
     imagined: list[int] = awaited.nonzero().squeeze(-1).tolist()
     start, rows = len(imagined), []
@@ -127,6 +136,10 @@ def select_from_pool(
             given = _at(arguments, index, n)
             conditioned = imagine(model, pool[index], num_batch_fantasies, seed, given)
         candidates, kept = open_.nonzero().squeeze(-1), counts.nonzero().squeeze(-1)
+        if not len(kept):
+            raise ValueError(
+                "pool: no point of the output task is left whose uncertainty could be reduced."
+            )
         scores = torch.full((n,), -torch.inf, dtype=pool.dtype, device=pool.device)
         scores[candidates] = expected_reduction(
             conditioned,

@@ -435,7 +435,8 @@ for _cls in (
     register(_cls, _PRIOR)
 register(gp.UniformPrior, {**_PRIOR, "a": "low", "b": "high"})
 register(BetaPrior, {**_PRIOR, "transform": None})
-register(sl.TaskLikelihood, {"likelihoods": lambda m: list(m.likelihoods)})
+for _cls in (sl.TaskLikelihood, sl.GaussianTaskLikelihood):
+    register(_cls, {"likelihoods": lambda m: list(m.likelihoods)})
 register(
     gm.MultitaskMean,
     {"base_means": lambda m: list(m.base_means), "num_tasks": lambda m: m.num_tasks},

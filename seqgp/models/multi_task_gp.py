@@ -23,16 +23,17 @@ from botorch.utils.datasets import SupervisedDataset
 from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, Likelihood
 from gpytorch.means import Mean, MultitaskMean
 from gpytorch.priors import Prior
 from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.distributed import Ranks
-from seqgp.likelihoods.by_task import TaskLikelihood
-from seqgp.likelihoods.traits import is_conjugate, is_real_valued
+from seqgp.likelihoods.by_task import GaussianTaskLikelihood, TaskLikelihood
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.construction import default_mean
+from seqgp.models.outcomes import Affine
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import NOISE_OF_FANTASIES, SequentialGP
 from seqgp.models.tasks import (
@@ -158,7 +159,9 @@ class SequentialMultiTaskGP(SequentialGP):
                     raise ValueError(
                         "train_Yvar: noise variances need observations in long format."
                     )
-                tasks = all_tasks = _distinct(all_tasks or range(train_Y.shape[-1]), "all_tasks")
+                tasks = all_tasks = _distinct(
+                    range(train_Y.shape[-1]) if all_tasks is None else all_tasks, "all_tasks"
+                )
                 if len(tasks) != train_Y.shape[-1]:
                     raise ValueError(
                         f"train_Y: expected a column for each of {len(tasks)} tasks, got "
@@ -176,12 +179,23 @@ class SequentialMultiTaskGP(SequentialGP):
             seen = ranks.gather(train_X[:, feature]).unique().tolist()
             if any(value != round(value) for value in seen):
                 check_tasks(train_X[:, feature], [round(v) for v in seen], "train_X")
-            tasks = _distinct(all_tasks or [int(value) for value in seen], "all_tasks")
+            tasks = _distinct(
+                [int(value) for value in seen] if all_tasks is None else all_tasks, "all_tasks"
+            )
             check_tasks(train_X[:, feature], tasks, "train_X")
             outputs = tuple(tasks if output_tasks is None else output_tasks)
             if not outputs or set(outputs) - set(tasks):
                 raise ValueError(f"output_tasks: expected some of {tasks}, got {list(outputs)}.")
+            if rank is not None and not (is_whole(rank) and 0 <= rank <= len(tasks)):
+                raise ValueError(
+                    f"rank: expected a whole number up to {len(tasks)}, the number of tasks, got "
+                    f"{rank!r}."
+                )
             noisy = train_Yvar is not None
+            if noisy and likelihood is not None and not isinstance(likelihood, Likelihood):
+                raise ValueError(
+                    "train_Yvar: the noise of all tasks is known then; leave out likelihood."
+                )
             chosen = None if noisy and likelihood is None else _likelihood(likelihood, tasks)
             others = [i for i in range(train_X.shape[-1]) if i != feature]
             kernel = _kernel(
@@ -211,6 +225,12 @@ class SequentialMultiTaskGP(SequentialGP):
                 discrete_dims=(feature,),
                 **options,
             )
+            moved = self.transform_inputs(train_X)[..., feature]
+            if moved.shape == train_X.shape[:-1] and not torch.equal(moved, train_X[:, feature]):
+                raise ValueError(
+                    "input_transform: expected one that leaves the task column as it is, such as "
+                    f"Normalize(d, indices=...) with all columns but {feature}."
+                )
         self.all_tasks, self.output_tasks, self.task_feature = tuple(tasks), outputs, feature
         self._num_outputs = len(outputs)
         Z = self.variational_strategy.inducing_points
@@ -270,8 +290,68 @@ class SequentialMultiTaskGP(SequentialGP):
         check_tasks(X[..., self.task_feature], self.all_tasks, name)
         return True
 
-    def _task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+    def long_inputs(self, X: Tensor, name: str = "X") -> Tensor:
+        """Inputs with a checked task column, by default for one output task after the other.
+
+        Args:
+            X: ``... x q x (d + 1)`` inputs, or ``... x q x d``.
+            name: What to call them in errors.
+        """
+        if self._is_long(X, name):
+            return X
+        return with_task_column(X, self.output_tasks, self.task_feature)
+
+    def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
+        """As for `SequentialGP`. In train mode the result knows the tasks, for the likelihood.
+
+        Args:
+            inputs: ``... x n x (d + 1)`` inputs.
+            prior: Return the prior instead.
+            kwargs: Passed to the variational strategy.
+        """
+        if self.training:
+            self._put_on_tasks()
+        f: Any = super().__call__(inputs, prior=prior, **kwargs)
+        if self.training and not prior:
+            f.arguments = self.task_arguments(inputs)
+        return f  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> SequentialMultiTaskGP:
+        """Set train or eval mode."""
+        if not mode and self.training:
+            self._put_on_tasks()
+        super().train(mode)
+        return self
+
+    @torch.no_grad()
+    def _put_on_tasks(self) -> None:
+        """Put inducing points that are learnt on the nearest task.
+
+        The task column has no gradient, but weight decay moves it nevertheless.
+        """
+        Z = self.variational_strategy.inducing_points
+        if not Z.requires_grad or not Z.numel() or not hasattr(self, "all_tasks"):
+            return
+        tasks = Z.new_tensor([float(t) for t in self.all_tasks])
+        column = Z[..., self.task_feature]
+        nearest = tasks[(column.unsqueeze(-1) - tasks).abs().argmin(-1)]
+        if not torch.equal(nearest, column):
+            column.copy_(nearest)
+
+    def task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+        """What the likelihood needs to know of observations at inputs with a task column.
+
+        Args:
+            X: ``... x n x (d + 1)`` inputs.
+        """
         return {"task": self._index(X)} if isinstance(self.likelihood, TaskLikelihood) else {}
+
+    @property
+    def output_scale(self) -> Affine:
+        """Offset and scale of the observations of the first output task."""
+        first = self.all_tasks.index(self.output_tasks[0])
+        Z = self.variational_strategy.inducing_points
+        return Affine(*self._units(torch.tensor([first], device=Z.device)))
 
     def _long(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         """New observations in long format; those in wide format may be of all or output tasks."""
@@ -299,7 +379,7 @@ class SequentialMultiTaskGP(SequentialGP):
             arguments: Likewise.
         """
         X, Y = self._long(X, Y)
-        return super().checked(X, Y, noise, {**self._task_arguments(X), **arguments})
+        return super().checked(X, Y, noise, {**self.task_arguments(X), **arguments})
 
     @writes
     def update(self, X: Tensor, Y: Tensor, *args: Any, **kwargs: Any) -> UpdateRecord:
@@ -487,7 +567,7 @@ class SequentialMultiTaskGP(SequentialGP):
         """
         check_points(X, self.num_inputs, "X")
         self._is_long(X)
-        return super().log_predictive_density(X, targets, **self._task_arguments(X), **arguments)
+        return super().log_predictive_density(X, targets, **self.task_arguments(X), **arguments)
 
     # ---------------------------------------------------------------- conditioning
 
@@ -534,7 +614,7 @@ class SequentialMultiTaskGP(SequentialGP):
                 "noise: noise variances are for Gaussian likelihoods, and not all of these tasks "
                 "have one."
             )
-        kwargs = {**self._task_arguments(X), **kwargs}
+        kwargs = {**self.task_arguments(X), **kwargs}
         return super().condition_on_observations(X, Y, noise, **kwargs)
 
     @reads
@@ -599,8 +679,9 @@ class SequentialMultiTaskGP(SequentialGP):
         return {**MultiTaskGP.construct_inputs(training_data, task_feature, **own), **kwargs}
 
 
-def _distinct(tasks: Sequence[int] | range, name: str) -> list[int]:
+def _distinct(tasks: Sequence[int] | Tensor, name: str) -> list[int]:
     """Tasks in ascending order, checked."""
+    tasks = tasks.tolist() if isinstance(tasks, Tensor) else tasks
     if any(not is_whole(task) for task in tasks) or len(set(tasks)) != len(tasks):
         raise ValueError(f"{name}: expected different whole numbers, got {list(tasks)!r:.80}.")
     return sorted(int(task) for task in tasks)
@@ -609,12 +690,15 @@ def _distinct(tasks: Sequence[int] | range, name: str) -> list[int]:
 def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
     """The likelihood of a model, from what the user says about each task."""
     if isinstance(given, Likelihood):
+        if not has_one_latent(given):
+            raise TypeError(
+                "likelihood: expected one of one latent function, of which each task has its own, "
+                f"got a {type(given).__name__}."
+            )
         return given
     if given is None:
         no_batch = torch.Size()
-        return TaskLikelihood(
-            [get_gaussian_likelihood_with_lognormal_prior(no_batch) for _ in tasks]
-        )
+        given = [get_gaussian_likelihood_with_lognormal_prior(no_batch) for _ in tasks]
     if isinstance(given, Mapping):
         missing = [task for task in tasks if task not in given]
         unknown = [task for task in given if task not in tasks]
@@ -624,11 +708,17 @@ def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
                 + (f"none for {missing}." if missing else f"some for {unknown}.")
             )
         given = [given[task] for task in tasks]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(
+            "likelihood: expected a likelihood, a list of them or a dictionary by task, got "
+            f"{given!r:.50}."
+        )
     if len(given) != len(tasks):
         raise ValueError(
             f"likelihood: expected one for each of the tasks {list(tasks)}, got {len(given)}."
         )
-    return TaskLikelihood(given)
+    gaussian = all(isinstance(each, GaussianLikelihood) for each in given)
+    return (GaussianTaskLikelihood if gaussian else TaskLikelihood)(given)
 
 
 def _each(

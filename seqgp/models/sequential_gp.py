@@ -682,8 +682,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         stream, strategy = self.stream, self.variational_strategy
         plain = stream.observations.coefficients is None and stream.num_seen == self.num_data
         known = strategy.is_fantasy or strategy.has_summary
-        gaussian = is_conjugate(self.likelihood) and has_closed_form(self.likelihood)
-        return gaussian and plain and not known
+        return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""

@@ -91,7 +91,8 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         Args:
             approximate_dist_f: ``q(f)`` at the ``n`` inputs, as the model returns it.
             target: ``... x n`` targets.
-            kwargs: Per-point arguments of the likelihood.
+            kwargs: Per-point arguments of the likelihood, besides those that a model reads off its
+                inputs.
 
         Returns:
             A tensor of the batch shape of model and data.
@@ -152,4 +153,5 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any
     ) -> Tensor:
         mean, variance = approximate_dist_f.mean, approximate_dist_f.variance
+        kwargs = {**getattr(approximate_dist_f, "arguments", {}), **kwargs}
         return expected_log_prob(self.likelihood, target, mean, variance, **kwargs).sum(-1)

@@ -133,8 +133,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
       exact GPs only work in `fit_gpytorch_mll`, for Gaussian observations with an inducing point at
       each input; otherwise they raise an error.
     * The arguments of `SingleTaskVariationalGP` are passed by name, except for
-      ``variational_distribution`` and ``variational_strategy``. A training loop with
-      `VariationalELBO` needs a `DualNGD` optimiser, and raises an error without it.
+      ``variational_distribution`` and ``variational_strategy``. In a training loop with
+      `VariationalELBO`, whose targets are ``train_targets``, each backward pass takes a
+      natural-gradient step of the posterior. `DualNGD` is an optimiser for these steps.
     * A new model is in train mode, as in BoTorch. Predicting, conditioning or updating switches to
       eval mode. In train mode, calling the model returns the posterior, where exact GPs return the
       prior.

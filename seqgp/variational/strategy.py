@@ -112,8 +112,10 @@ class DualVariationalStrategy(DualState):
     or inducing points change.
 
     Duals are buffers, not parameters. They are changed by natural-gradient steps
-    (`natural_gradient_step`, `converge`) or a `DualNGD`, not by other optimisers. Before the first
-    step, the posterior is the prior.
+    (`natural_gradient_step`, `converge`), not by optimisers of parameters. In a training loop with
+    `VariationalELBO` or another objective with ``kl_divergence()``, each backward pass takes such a
+    step, of size 0.1. `DualNGD` is an optimiser that takes them. Before the first step, the
+    posterior is the prior.
 
     Args:
         model: The model, whose ``forward`` returns the prior.
@@ -214,6 +216,9 @@ class DualVariationalStrategy(DualState):
             shapes.append(self._observed.sites.lam.shape[:-1])
         shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
+
+    def _knows_only_data(self) -> bool:
+        return super()._knows_only_data() and self.ranks.alone and not self.is_fantasy
 
     def set_ranks(self, ranks: Ranks) -> None:
         """Share the observations with other processes, or with none.
@@ -327,6 +332,7 @@ class DualVariationalStrategy(DualState):
             inputs, targets, likelihood, arguments, weights, coefficients
         )
         state = self.state()
+        self.learnt_in_loop = False
         base = state.duals if add else self.base(state.basis, likelihood, summary_share)
         options: dict[str, Any] = {
             "latent_dims": self.latent_dims,

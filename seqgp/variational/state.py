@@ -312,7 +312,7 @@ class DualState(_VariationalStrategy):
         return kl.sum(-1) if self.latent_dims else kl
 
     def _factors_to_learn(self, same_pass: bool) -> Factors:
-        """The whitened posterior for objectives; one that moves nobody has no backward pass."""
+        """The whitened posterior for objectives. Without an optimiser, its backward pass raises."""
         leaves = self.leaves()
         if leaves is not None:
             return natural_factors(leaves)
@@ -773,7 +773,7 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    """Raise in a backward pass whose gradient for q no optimiser would use."""
     raise RuntimeError(
         "The posterior of a DualVariationalStrategy is not a parameter: optimisers of parameters "
         "alone would learn nothing about it. In a training loop with VariationalELBO, or another "

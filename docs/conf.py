@@ -63,6 +63,7 @@ sphinx_gallery_conf = {
     "reset_argv": "gallery.short_run",
     "remove_config_comments": True,
     "write_computation_times": False,
+    "min_reported_time": 3600,  # seconds: none, since the machine that builds the site may be busy
     "show_signature": False,
     "abort_on_example_error": True,
 }

@@ -139,7 +139,7 @@ def assemble(
     all_Y = ranks.gather(train_Y, -2)
     all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        # What nobody needs of others stays where it is.
+        # Inputs are exchanged only if a transform or the choice of inducing points needs them.
         chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
         all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:

@@ -1,9 +1,8 @@
 """Loading the state of a model: hyperparameters and transforms, for the data that it holds.
 
-A ``state_dict`` holds no data. What is loaded of it is what has been learnt: hyperparameters,
-transforms, and inducing points where they do not belong to the data. The posterior is that of the
-data at hand. All this happens on a copy, which becomes the model at the end: a state that does not
-fit changes nothing.
+A ``state_dict`` holds no data. Hyperparameters and transforms are loaded from it, and inducing
+points unless they are the inputs. Then the posterior of the model's own data is computed. All this
+happens on a copy, which replaces the model in the end: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from seqgp.models.protocol import DataModel
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.variational.state import TENSORS
 
-#: The names of what belongs to the variational strategy begin with this.
+#: The prefix of the names that belong to the variational strategy.
 _STRATEGY = "variational_strategy."
 #: By how much, in nats, the inducing points of a model have to be better than those of the state.
 _GAIN = 0.1

@@ -595,7 +595,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
         Args:
             arguments: The arguments.
-            shape: That of ``Y``, ``... x n x m``.
+            shape: The shape of ``Y``, ``... x n x m``.
         """
         square = self.has_output_dim and shape[-1] == shape[-2]  # could be either of the two shapes
         return {

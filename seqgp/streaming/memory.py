@@ -214,7 +214,7 @@ def _is_number(value: object) -> bool:
 
 
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
-    """``total`` places for groups of some sizes: as even as it goes, none empty if it can be."""
+    """Distribute ``total`` places over groups of some sizes, as evenly as possible."""
     if total is None:
         return [None for _ in counts]
     shares: list[int | None] = [0 for _ in counts]

@@ -80,7 +80,8 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at", "guard"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_own_steps", "_floating", "settled_at"),
+    "guard",
 }
 _NUMBER = int | float
 

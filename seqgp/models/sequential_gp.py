@@ -1606,8 +1606,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             state_dict: The result of ``state_dict()``.
             strict: Whether its keys must be those of this model, except for the variational
                 strategy.
-            keep_transforms: Whether to transform the training targets again with the loaded
-                transform, as in BoTorch's models.
+            keep_transforms: Whether to use the statistics of the loaded transforms, and transform
+                the training targets with them. Otherwise they remain those of the model's own data,
+                which BoTorch's models learn at the next training step.
             assign: Whether to convert the model to the precision and device of the state.
 
         Example:

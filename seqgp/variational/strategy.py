@@ -194,6 +194,11 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- what it knows
 
     @property
+    def base_variational_strategy(self) -> DualVariationalStrategy:
+        """The strategy itself. GPyTorch's for several outputs are wrappers of one of this name."""
+        return self
+
+    @property
     def is_conditioned(self) -> bool:
         """Whether this strategy belongs to a conditioned (fantasy) model."""
         return self._observed is not None

@@ -314,7 +314,7 @@ class SequentialMultiTaskGP(SequentialGP):
         f: Any = super().__call__(inputs, prior=prior, **kwargs)
         if self.training and not prior:
             f.arguments = self.task_arguments(inputs)
-        return f  # type: ignore[no-any-return]
+        return f
 
     def train(self, mode: bool = True) -> SequentialMultiTaskGP:
         """Set train or eval mode."""

@@ -60,8 +60,8 @@ def check_monotonic(monotonic: Any, num_inputs: int, likelihood: Likelihood) -> 
         )
     if not isinstance(likelihood, BernoulliLikelihood):
         raise ValueError(
-            "monotonic: expected a BernoulliLikelihood, whose labels virtual observations share, "
-            f"got a {type(likelihood).__name__}."
+            "monotonic: only supported for a BernoulliLikelihood, got a "
+            f"{type(likelihood).__name__}."
         )
 
 

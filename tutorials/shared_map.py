@@ -94,7 +94,7 @@ def robot(rank: int, size: int, directory: str) -> None:
     mean = model.posterior(grid(30)).mean.detach()  # needs no communication
     result = {"mean": mean, "sent": model.variational_strategy.ranks.bytes_sent}
     torch.save(result, Path(directory) / f"{rank}.pt")
-    seqgp.save(model, Path(directory) / "map.pt")  # rank 0 writes it
+    seqgp.save(model, Path(directory) / "map.seqgp")  # rank 0 writes it
     dist.destroy_process_group()
 
 
@@ -133,13 +133,15 @@ def main(given: list[str] | None = None) -> None:
     Args:
         given: The command line; by default that of the process.
     """
+    from tutorials.shared_map import robot  # new processes import what they run
+
     options = common.parser(__doc__).parse_args(given)
     common.begin(options)
     size = 60 if options.short else 5_000
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(robot, (size, directory), nprocs=ROBOTS)
         results = [torch.load(Path(directory) / f"{rank}.pt") for rank in range(ROBOTS)]
-        saved = seqgp.load(Path(directory) / "map.pt")
+        saved = seqgp.load(Path(directory) / "map.seqgp")
     means = [result["mean"] for result in results]
     sent = [result["sent"] / 1e3 for result in results]
     parts = [[measure(rank, k, size) for rank in range(ROBOTS)] for k in range(BATCHES)]

@@ -52,6 +52,9 @@ from seqgp.variational.linear_operators import PosteriorCovariance
 #: of an average over few fantasies.
 TOLERANCE = 2e-3
 
+#: Relative tolerance for the sites of fantasies that have gradients.
+EXACT_TOLERANCE = 1e-6
+
 #: The dtype in which candidates of a pool are scored.
 PRECISION = torch.float32
 
@@ -205,17 +208,20 @@ def look_ahead(
     def evaluate(m: Tensor, v: Tensor) -> Any:
         return expectations(likelihood, targets, m, v, **arguments)
 
-    if not torch.is_grad_enabled() and precision_floor(likelihood) is not None:
-        targets = targets.to(PRECISION)
-        m, v = (tensor.to(PRECISION).unsqueeze(-1) for tensor in (mean, variance))
-        return LookAhead(*condition_each(m, v, evaluate), probability)
+    if precision_floor(likelihood) is not None:
+        differentiable = torch.is_grad_enabled()
+        dtype = mean.dtype if differentiable else PRECISION
+        targets = targets.to(dtype)
+        m, v = (tensor.to(dtype).unsqueeze(-1) for tensor in (mean, variance))
+        tol = EXACT_TOLERANCE if differentiable else TOLERANCE
+        return LookAhead(*condition_each(m, v, evaluate, tol), probability)
     conditioned, _ = condition(
         mean.expand_as(Y).unsqueeze(-1),
         variance.expand_as(Y).unsqueeze(-1).unsqueeze(-1),
         at.prior_mean.expand_as(Y).unsqueeze(-1),
         evaluate,
         min_precision=precision_floor(likelihood),
-        tol=1e-6,
+        tol=EXACT_TOLERANCE,
     )
     return LookAhead(conditioned.gain.squeeze(-1), _fall(conditioned), probability)
 
@@ -318,8 +324,10 @@ def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int |
     return None
 
 
-def condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
-    r"""Gains and falls of many single observations.
+def condition_each(
+    mean: Tensor, variance: Tensor, evaluate: Evaluate, tol: float
+) -> tuple[Tensor, Tensor]:
+    r"""Gains and falls of many single observations, with gradients if they are enabled.
 
     The same as `condition` for ``q = 1`` and log-concave likelihoods. With :math:`C` the variance,
     :math:`r = \lambda - \beta (m - \mu)`, :math:`m' = m + C r / (1 + \beta C)` and
@@ -330,26 +338,61 @@ def condition_each(mean: Tensor, variance: Tensor, evaluate: Evaluate) -> tuple[
         mean: ``... x n x 1`` means.
         variance: ``... x n x 1`` variances.
         evaluate: Expectations under the likelihood, a function of mean and variance.
+        tol: Relative tolerance for the sites.
 
     Returns:
         Two tensors ``... x n``.
     """
-    _, r, beta = evaluate(mean, variance)
-    beta = beta.clamp_min(0)
-    for step in range(50):
+
+    def step(r: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         shrink = 1 / (1 + beta * variance)
         shift = variance * r * shrink
         _, alpha, new = evaluate(mean + shift, variance * shrink)
         new = new.clamp_min(0)
-        rho = 1.0 if step < 10 else 0.5  # damped if the iteration oscillates
-        dr, dbeta = alpha + new * shift - r, new - beta
-        scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
-        error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
-        r, beta = r + rho * dr, beta + rho * dbeta
-        if not bool((error > TOLERANCE).any()):
-            break
+        return alpha + new * shift, new
+
+    with torch.no_grad():
+        _, r, beta = evaluate(mean, variance)
+        beta = beta.clamp_min(0)
+        for k in range(50):
+            target, new = step(r, beta)
+            rho = 1.0 if k < 10 else 0.5  # damped if the iteration oscillates
+            dr, dbeta = target - r, new - beta
+            scale = r.abs() + beta * variance.sqrt() + torch.finfo(r.dtype).tiny
+            shrink = 1 / (1 + beta * variance)
+            error = torch.maximum((dr / scale).abs(), dbeta.abs() / (beta + shrink / variance))
+            r, beta = r + rho * dr, beta + rho * dbeta
+            if not bool((error > tol).any()):
+                break
+    if torch.is_grad_enabled():
+        r, beta = _newton_step(step, r, beta)
     shrink = 1 / (1 + beta * variance)
     return (r * shrink).squeeze(-1), (beta * shrink).squeeze(-1)
+
+
+def _newton_step(
+    step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], r: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""A last step towards ``s = step(s)``, which gives the solution its gradient.
+
+    With :math:`s = F(s, \phi)` and the Jacobian :math:`J = \partial F / \partial s`, this is
+    :math:`s + (I - J)^{-1} (F(s, \phi) - s)`. Only :math:`F(s, \phi)` has a gradient, so that of
+    the result is :math:`(I - J)^{-1} \partial F / \partial \phi`: the implicit function theorem.
+
+    Args:
+        step: The function, which acts on each element alone.
+        r: First half of the solution.
+        beta: Second half.
+    """
+    leaves = tuple(tensor.detach().requires_grad_(True) for tensor in (r, beta))
+    target = step(*leaves)
+    (a, b), (c, d) = (
+        torch.autograd.grad(part.sum(), leaves, retain_graph=True) for part in target
+    )
+    a, d = 1 - a, 1 - d  # I - J = ((a, -b), (-c, d))
+    dr, dbeta = (new - old.detach() for new, old in zip(step(r, beta), (r, beta), strict=True))
+    det = a * d - b * c
+    return r + (d * dr + b * dbeta) / det, beta + (c * dr + a * dbeta) / det
 
 
 def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:

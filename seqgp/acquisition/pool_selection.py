@@ -114,7 +114,7 @@ def select_from_pool(
     if mine is not None:
         counts &= mine
     if not open_.any():
-        raise ValueError("surveyed, available: no point of the pool is left to choose.")
+        raise ValueError("surveyed, available: there is no point left to choose.")
     if not is_whole(q) or q < 1 or int(open_.sum()) < q:
         raise ValueError(
             f"q: expected 1 to {int(open_.sum())}, the number of points left, got {q}."
@@ -122,7 +122,8 @@ def select_from_pool(
     if costs is not None:
         costs = torch.as_tensor(costs, device=pool.device)
         if costs.shape != (n,) or not bool((costs > 0).all()):
-            raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
+            got = f"shape {tuple(costs.shape)}" if costs.shape != (n,) else f"{costs.min():g}"
+            raise ValueError(f"costs: expected {n} positive numbers, got {got}.")
     if mine is not None and weights is None and not local:
         weights = mine / mine.sum()
     weights = checked_weights(weights, None if local else pool)
@@ -184,13 +185,21 @@ def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default
     if given is None:
         return torch.full((n,), default, device=device)
     if not isinstance(given, Tensor):  # a list, an array
-        given = torch.as_tensor(given)
+        try:
+            given = torch.as_tensor(given)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name}: expected {n} booleans or a list of indices, got {given!r:.50}."
+            ) from error
         given = given.long() if given.numel() == 0 else given
     if given.dtype == torch.bool and given.shape == (n,):
         return given.to(device).clone()
     if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:
         if n > 2 and given.shape == (n,) and bool(((given == 0) | (given == 1)).all()):
-            raise ValueError(f"{name}: {n} zeros and ones, a mask? Expected booleans or indices.")
+            raise ValueError(
+                f"{name}: expected booleans or indices, got {n} zeros and ones; for a mask, "
+                "convert them to booleans."
+            )
         if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < n):
             raise ValueError(f"{name}: expected indices from 0 to {n - 1}.")
         mask = torch.zeros(n, dtype=torch.bool, device=device)

@@ -368,7 +368,12 @@ def check_likelihood_arguments(
     """
     if not isinstance(model, SequentialGP):
         raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
-    check_arguments(model.likelihood, arguments, inspect.signature(function).parameters)
+    options = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    check_arguments(model.likelihood, arguments, options)
 
 
 def checked_criteria(

@@ -121,15 +121,15 @@ def _check_summary(model: DataModel, saved: Mapping[str, Tensor]) -> None:
     if count is not None and bool(count.any()):
         if count.shape != own.shape or not torch.equal(count.to(own), own):
             raise ValueError(
-                "state_dict: it is that of a stream, of which some observations have been folded "
-                "into a summary; this model has not learnt them, and a state holds no data. Use "
-                "seqgp.save and seqgp.load. To load hyperparameters only, leave out the keys that "
-                f"begin with '{_STRATEGY}'. The model is unchanged."
+                "state_dict: it comes from a stream in which observations have been folded into a "
+                "summary. This model has not learnt these observations, and a state_dict holds no "
+                "data. Use seqgp.save and seqgp.load. To load hyperparameters only, leave out the "
+                f"keys that begin with '{_STRATEGY}'. The model is unchanged."
             )
     elif not model.num_data and "dual_B" in saved and bool(saved["dual_B"].any()):
         warnings.warn(
-            "The state is that of a model with data, which a state does not hold; this model has "
-            "none, and predicts with its prior. Use seqgp.save and seqgp.load.",
+            "This state_dict comes from a model with data, but a state_dict holds no data. This "
+            "model has none, so it predicts with its prior. Use seqgp.save and seqgp.load.",
             stacklevel=5,
         )
 

@@ -65,47 +65,47 @@ Likelihoods: TypeAlias = Likelihood | Sequence[Likelihood] | Mapping[int, Likeli
 
 
 class SequentialMultiTaskGP(SequentialGP):
-    r"""Outputs that inform each other, learnt from a stream, each with its own likelihood.
+    r"""A Gaussian process with several correlated outputs, each with its own likelihood.
 
-    It takes the place of `botorch.models.MultiTaskGP`, whose arguments come first: a column of the
-    inputs says which task an observation belongs to, and the prior is
-    :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (ICM), with the same kernels and priors. With
-    Gaussian observations and an inducing point at each input, posteriors at equal hyperparameters
-    are those of `MultiTaskGP`. What that cannot do:
+    It is a drop-in replacement for `botorch.models.MultiTaskGP`, with the same arguments first. One
+    column of the inputs says which task an observation belongs to. The prior is
+    :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (an intrinsic coregionalisation model), with
+    the same kernels and priors. With Gaussian observations and an inducing point at each input, the
+    posterior is that of `MultiTaskGP` with the same hyperparameters. In addition,
 
-    * with several kernels, the prior is :math:`\sum_q k_q(x, x') \, B^q_{tt'}` (a linear model of
-      coregionalisation, LMC), so that tasks can share some of what they are made of;
+    * you can pass several kernels. The prior is then :math:`\sum_q k_q(x, x') \, B^q_{tt'}` (a
+      linear model of coregionalisation, LMC);
+    * each task can have its own likelihood. For example, a Gaussian objective, a count and a label
+      can be correlated;
+    * `update` learns from a stream, with observations of any tasks. Tasks that appear later must be
+      declared with ``all_tasks``;
+    * conditioning and fantasies work across tasks.
 
-    * each task can have a likelihood of its own: an objective that is Gaussian, a yield that is a
-      count and a validity that is a label, correlated;
-    * streaming by `update`, one task at a time if need be, also of tasks that appear later, if
-      they are declared by ``all_tasks``; conditioning and fantasies, across tasks.
-
-    Inducing points never leave the values of tasks. Observations are standardised task by task, if
-    they are real numbers, where `MultiTaskGP` standardises them together.
+    Inducing points only take existing values in the task column. Real-valued observations are
+    standardised for each task separately. (`MultiTaskGP` standardises all of them together.)
 
     Args:
-        train_X: ``n x (d + 1)`` inputs, of which one column has the task; ``n x d`` if
+        train_X: ``n x (d + 1)`` inputs, one column of which is the task; or ``n x d`` inputs, if
             ``task_feature`` is ``None``.
-        train_Y: ``n x 1`` observations. If ``task_feature`` is ``None``, ``n x m``, a column for
-            each of the tasks ``0, ..., m - 1``, NaN where a task was not observed.
-        task_feature: The index of the task column; ``None`` for wide data. Their tasks get a
-            column behind the others.
+        train_Y: ``n x 1`` observations. If ``task_feature`` is ``None``, ``n x m``, with a column
+            for each of the tasks ``0, ..., m - 1`` and NaN where a task was not observed.
+        task_feature: The index of the task column. ``None`` for data in wide format, to which a
+            last column with the task is then added.
         train_Yvar: ``n x 1`` noise variances, if all tasks are Gaussian.
-        mean_module: The mean; by default a constant for each task.
-        covar_module: The kernel of the inputs without the task, or a list of several; by default
+        mean_module: The mean. By default a constant for each task.
+        covar_module: The kernel of the inputs without the task, or a list of kernels. By default
             BoTorch's.
-        likelihood: One for each task, as a list in ascending order of the tasks or as a dictionary
-            by task, or one for all of them. By default Gaussians, each with noise of its own.
-        task_covar_prior: The prior of the correlations of tasks; by default that of `MultiTaskGP`.
-        output_tasks: The tasks that `posterior` is about; by default all.
-        rank: The rank of the covariance of the tasks; by default their number.
-        all_tasks: All tasks that may appear; by default those in ``train_X``.
-        outcome_transform: By default `TaskStandardize`; ``None`` for nothing.
-        input_transform: Applied to all inputs; it has to leave the task column as it is.
-        validate_task_values: For `MultiTaskGP`'s sake; they are always checked.
+        likelihood: A likelihood for each task, as a list in ascending order of the tasks or as a
+            dictionary by task; or one for all of them. By default a Gaussian for each task.
+        task_covar_prior: The prior of the correlations of tasks. By default that of `MultiTaskGP`.
+        output_tasks: The tasks that `posterior` returns. By default all.
+        rank: The rank of the covariance of the tasks. By default their number.
+        all_tasks: All tasks that may appear. By default those in ``train_X``.
+        outcome_transform: By default `TaskStandardize`. ``None`` means no transform.
+        input_transform: Applied to all inputs. It must not change the task column.
+        validate_task_values: Ignored: task values are always checked.
         task_covar_module: The kernel of the task column, or one for each kernel of the inputs. By
-            default that of `MultiTaskGP`, whose correlations are positive. `LoadingKernel` has
+            default that of `MultiTaskGP`, whose correlations are positive. `LoadingKernel` allows
             correlations of either sign.
         options: Further options of `SequentialGP` (``inducing_points``, ``process_group``, ...).
 
@@ -435,19 +435,20 @@ class SequentialMultiTaskGP(SequentialGP):
         posterior_transform: PosteriorTransform | None = None,
         **arguments: Any,
     ) -> Posterior:
-        """The posterior at inputs without a task, of all output tasks, or with one, of that task.
+        """The posterior of all output tasks, or of the tasks in the task column of ``X``.
 
         Args:
-            X: ``... x q x d`` inputs, or ``... x q x (d + 1)``.
-            output_indices: Tasks, instead of the output tasks; only for inputs without one.
-            observation_noise: Whether to include the noise of observations. Unless all of these
-                tasks are Gaussian, the result is a posterior over observations. A tensor
-                ``... x q x m`` gives the noise variances of Gaussian observations.
+            X: ``... x q x d`` inputs without a task column, for all output tasks; or
+                ``... x q x (d + 1)`` inputs with one.
+            output_indices: Tasks to use instead of the output tasks, if ``X`` has no task column.
+            observation_noise: Whether to include the noise of observations. If not all of these
+                tasks are Gaussian, the result is a posterior over observations. For Gaussian
+                observations, a tensor ``... x q x m`` of noise variances can be passed instead.
             posterior_transform: Applied to the posterior.
             arguments: There are none.
 
         Returns:
-            A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has the task.
+            A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has a task column.
         """
         m, long = 1, self._is_long(X)
         q = X.shape[-2]
@@ -573,7 +574,7 @@ class SequentialMultiTaskGP(SequentialGP):
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> SequentialMultiTaskGP:
-        """A model that has seen more observations, of any tasks; see `SequentialGP`.
+        """Return a model that is conditioned on more observations of any tasks; see `SequentialGP`.
 
         Args:
             X: ``... x n' x (d + 1)`` inputs; or ``... x n' x d``, for observations of all output
@@ -625,7 +626,7 @@ class SequentialMultiTaskGP(SequentialGP):
         propagate_grads: bool = False,
         **kwargs: Any,
     ) -> SequentialMultiTaskGP:
-        """The model conditioned on observations at ``X`` that are drawn from its posterior.
+        """Return the model conditioned on observations at ``X``, sampled from its posterior.
 
         Args:
             X: ``... x n' x d`` inputs, for fantasies of all output tasks, or ``... x n' x (d + 1)``
@@ -649,10 +650,10 @@ class SequentialMultiTaskGP(SequentialGP):
     # ---------------------------------------------------------------- housekeeping
 
     def subset_output(self, idcs: list[int]) -> SequentialMultiTaskGP:
-        """A copy of the model whose posterior is about some of the output tasks.
+        """Return a copy of the model with some of its output tasks.
 
         Args:
-            idcs: Their positions among the output tasks.
+            idcs: Positions of these tasks among the output tasks.
         """
         m = len(self.output_tasks)
         if not idcs or any(not -m <= i < m for i in idcs):
@@ -671,7 +672,7 @@ class SequentialMultiTaskGP(SequentialGP):
         Args:
             training_data: The data set.
             task_feature: The index of the task column.
-            kwargs: Those of `MultiTaskGP.construct_inputs`, and of the constructor.
+            kwargs: Arguments of `MultiTaskGP.construct_inputs`, and of the constructor.
         """
         names = ("output_tasks", "task_covar_prior", "prior_config", "rank")
         own = {key: kwargs.pop(key) for key in names if key in kwargs}
@@ -751,8 +752,8 @@ def _kernel(
         others: The columns of the inputs.
         feature: The column of the task.
         tasks: The values of the tasks.
-        rank: That of the covariance of the tasks.
-        prior: That of the correlations of the tasks.
+        rank: The rank of the covariance of the tasks.
+        prior: The prior of the correlations of the tasks.
     """
     if given is None:
         given = get_covar_module_with_dim_scaled_prior(ard_num_dims=len(others), active_dims=others)

@@ -123,8 +123,7 @@ def _let_fade(model: Model, fade: Tensor | None) -> None:
         return
     if not isinstance(model, SequentialGP):
         raise TypeError(
-            f"discount: expected models that are SequentialGP, whose observations can count less; "
-            f"got a {type(model).__name__}."
+            f"discount: only supported for SequentialGP models, got a {type(model).__name__}."
         )
     model.stream = replace(model.stream, fade=fade.to(model.stream.fade), fades=True)
     model.refresh()

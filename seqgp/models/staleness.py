@@ -68,6 +68,8 @@ def catch_up(model: DataModel) -> None:
             "Hyperparameters, noise or transforms have been set since the posterior was computed. "
             "Predictions do not communicate: call refresh() on every rank first."
         )
+    if strategy.learnt_in_loop:
+        _check_scale_of_loop(model)
     likelihood, noise = model.likelihood, held.arguments.get("noise")
     chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
     if not chosen and held.coefficients is None:
@@ -83,3 +85,24 @@ def catch_up(model: DataModel) -> None:
         model.refresh()
     else:  # the posterior is the prior, or what a training loop has made of it
         model.note_hyperparameters()
+
+
+def _check_scale_of_loop(model: DataModel) -> None:
+    """Raise if a training loop has been given observations that had not been transformed.
+
+    Hyperparameters are then those of other units than those of the targets that the model holds.
+    """
+    held, transform = model.stream.observations, getattr(model, "outcome_transform", None)
+    if transform is None or held.coefficients is not None or not len(held):
+        return
+    targets = model.to_columns(held.targets)
+    mean, _ = model.variational_strategy.marginals(model.transformed(held))
+    given, _ = transform.untransform(targets, X=held.inputs)
+    mean = model.to_columns(mean).reshape_as(targets)
+    to_given, to_held = ((mean - each).square().nanmean() for each in (given, targets))
+    if bool(to_given < 0.5 * to_held):
+        raise RuntimeError(
+            "The training loop has taught the model observations as they are, but its targets are "
+            f"transformed by a {type(transform).__name__}. Pass model.train_targets to the "
+            "objective, or build the model with outcome_transform=None."
+        )

@@ -112,13 +112,13 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
             ) from error
         if model.stream.shard is not None:
             raise ValueError(
-                f"models: number {index} has a process_group and holds a shard of its data; merge "
-                "what its gathered() returns, which every rank has to call."
+                f"models: number {index} has a process_group and holds only a shard of its data; "
+                "call gathered() on every rank, and merge the result."
             )
         if model.stream.rule != PseudoLikelihood.name:
             raise ValueError(
-                f"models: number {index} has learnt by the rule {model.stream.rule!r}, in which "
-                f"a summary is no sum; expected {PseudoLikelihood.name!r}."
+                f"models: number {index} was updated with mode={model.stream.rule!r}, whose "
+                f"summaries cannot be added; expected {PseudoLikelihood.name!r}."
             )
     first = models[0]
     for index, model in enumerate(models[1:], 1):

@@ -57,12 +57,12 @@ class Learned(NamedTuple):
     Attributes:
         steps: Evaluations of the objective for hyperparameters.
         bound: The bound at the end.
-        outcome: Which hyperparameters have been kept.
+        outcome: What was done to the hyperparameters, in words.
     """
 
     steps: int
     bound: Tensor
-    outcome: str = "present"
+    outcome: str = "learnt hyperparameters"
 
 
 class UpdateRule(ABC):
@@ -85,8 +85,8 @@ class UpdateRule(ABC):
         """
         if memory.replay and is_conjugate(model.likelihood):
             raise ValueError(
-                "replay: the paper's rule knows none, and Gaussian observations need none: their "
-                "sites stay exact; pass MemoryOptions(replay=0)."
+                "replay: not supported for Gaussian observations, whose summary is never outdated; "
+                "use MemoryOptions(replay=0)."
             )
 
     def learns_by_default(self, learn: bool | None) -> bool | None:

@@ -414,7 +414,7 @@ def test_optimisation_over_a_box() -> None:
         ({"criterion": ("volume", "variance")}, "criterion: .*a volume is not reduced"),
         ({"local": True, "weights": torch.ones(30)}, "weights: expected None"),
         ({"threshold": None}, "threshold:"),
-        ({"pool": torch.rand(3, 5)}, "pool: expected 2 columns"),
+        ({"pool": torch.rand(3, 5)}, "pool: expected shape ... x n x 2"),
         ({"pool": torch.rand(1, 3, 2)}, "pool: expected shape n x d"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from gpytorch.likelihoods import GaussianLikelihood, PoissonLikelihood
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, SequentialGP
+from seqgp import BinomialLikelihood, HeteroscedasticGaussianLikelihood, SequentialGP
 from seqgp.acquisition import expected_reduction, prevalence, qExpectedUncertaintyReduction
 from seqgp.active_learner import ActiveLearner, PerCost
 from tests.helpers import assert_close, early_line_searches, make_inputs, unscaled
@@ -215,6 +215,7 @@ def test_pools_without_repeats() -> None:
         (BinomialLikelihood(20), "threshold-entropy", lambda X: (20 * X[:, 0]).round()),
         (PoissonLikelihood(), "variance", lambda X: (6 * X[:, 0]).round()),
         (GaussianLikelihood(), "volume", lambda X: 30 + 5 * X.sum(-1)),
+        (HeteroscedasticGaussianLikelihood(), "volume", lambda X: 30 + 5 * X.sum(-1)),
     ],
 )
 def test_any_likelihood(likelihood: Any, criterion: str, outcome: Any) -> None:
@@ -233,7 +234,7 @@ def test_any_likelihood(likelihood: Any, criterion: str, outcome: Any) -> None:
     loop.tell(X, outcome(X))
     assert loop.ask().shape == (1, 2)
     mean, sd = loop.expected_outcome(X)
-    if isinstance(likelihood, GaussianLikelihood):
+    if isinstance(likelihood, GaussianLikelihood | HeteroscedasticGaussianLikelihood):
         posterior = loop.model.posterior(X)  # on the scale of the outcomes
         assert_close(mean, posterior.mean.squeeze(-1), 1e-8)
         assert_close(sd, posterior.variance.squeeze(-1).sqrt(), 1e-8)

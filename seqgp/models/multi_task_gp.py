@@ -756,7 +756,11 @@ def _kernel(
         prior: The prior of the correlations of the tasks.
     """
     if given is None:
-        given = get_covar_module_with_dim_scaled_prior(ard_num_dims=len(others), active_dims=others)
+        d, several = len(others), isinstance(given_tasks, Sequence)
+        given = [
+            get_covar_module_with_dim_scaled_prior(ard_num_dims=d, active_dims=others)
+            for _ in (given_tasks if several else [None])  # type: ignore[union-attr]
+        ]
     kernels = _kernels(given, "covar_module")
     if given_tasks is None:
         if prior is DEFAULT:

@@ -15,10 +15,10 @@ from botorch.models.kernels.positive_index import PositiveIndexKernel
 from botorch.models.transforms.outcome import StratifiedStandardize
 from gpytorch.kernels import Kernel
 from gpytorch.means import Mean, MultitaskMean
-from gpytorch.priors import Prior
+from gpytorch.priors import NormalPrior, Prior
 from torch import Tensor
 
-__all__ = ["LoadingKernel", "TaskKernel", "TaskMean", "TaskStandardize"]
+__all__ = ["LoadingKernel", "TaskKernel", "TaskMean", "TaskStandardize", "shared_and_own"]
 
 
 def task_index(values: Tensor, tasks: Tensor) -> Tensor:
@@ -218,6 +218,39 @@ class LoadingKernel(Kernel):
         if diag:
             return first * second
         return first.unsqueeze(-1) * second.unsqueeze(-2)
+
+
+def shared_and_own(task_values: Sequence[int]) -> list[LoadingKernel]:
+    r"""Kernels of tasks that share a function, and have a part of their own.
+
+    The first task is :math:`f_0`, task :math:`t` is :math:`w_t f_0 + v_t f_t`, each with a kernel
+    of the inputs. With :math:`w_t = 0` a task has nothing to do with the first one. In contrast,
+    the default kernel has one lengthscale for all tasks, and positive correlations: if outputs are
+    not related, the scarce one suffers.
+
+    Args:
+        task_values: The values of all tasks, the one that others are compared with first.
+
+    Example:
+        >>> from seqgp import SequentialMultiTaskGP
+        >>> x = torch.linspace(0, 1, 12, dtype=torch.double).unsqueeze(-1)
+        >>> Y = torch.cat([torch.sin(6 * x), torch.cos(9 * x)], -1)
+        >>> kernels = shared_and_own([0, 1])
+        >>> model = SequentialMultiTaskGP(x, Y, None, task_covar_module=kernels)
+        >>> model.task_covariance.shape
+        torch.Size([2, 2, 2])
+    """
+    first, *others = task_values
+    tasks = sorted(task_values)
+    half = math.sqrt(0.5)  # both parts have the same variance at first
+
+    def kernel(weights: dict[int, float], fixed: Sequence[int]) -> LoadingKernel:
+        loadings = [weights.get(task, 0.0) for task in tasks]
+        return LoadingKernel(tasks, loadings, fixed, loading_prior=NormalPrior(0.0, 1.0))
+
+    shared = kernel({first: 1.0} | dict.fromkeys(others, half), [first])
+    own = [kernel({task: half}, [other for other in tasks if other != task]) for task in others]
+    return [shared, *own]
 
 
 class TaskMean(Mean):

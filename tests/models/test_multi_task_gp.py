@@ -29,6 +29,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import seqgp
+from benchmarks import outputs
 from seqgp import HeteroscedasticGaussianLikelihood, SequentialGP, SequentialMultiTaskGP
 from seqgp.acquisition import fantasy_outcome
 from seqgp.likelihoods import (
@@ -38,7 +39,7 @@ from seqgp.likelihoods import (
     log_predictive,
 )
 from seqgp.models.posteriors import ObservationPosterior
-from seqgp.models.tasks import LoadingKernel
+from seqgp.models.tasks import LoadingKernel, shared_and_own
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
 
 
@@ -381,7 +382,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"possible observation.*the likelihood of their task"):
         SequentialMultiTaskGP(X, Y, 1, likelihood=[BernoulliLikelihood()] * 3)
     wide, before = X[:, [0, 2]], snapshot(model)
-    with pytest.raises(TypeError, match=r"train_X: expected floating point .* got torch\.int64"):
+    with pytest.raises(TypeError, match=r"train_X: expected torch.* got torch\.int64"):
         SequentialMultiTaskGP(X.long(), Y, 1)
     with pytest.raises(ValueError, match="leaves the task column as it is"):
         SequentialMultiTaskGP(X, Y, 1, input_transform=Normalize(3))
@@ -524,6 +525,23 @@ def test_weights_of_tasks_may_be_negative():
     error = model.posterior(x).mean[:, 1] + 2 * torch.sin(6 * x.squeeze(-1))
     assert error.abs().max() < 0.1
     assert model.task_covariance[0, 1] < 0
+
+
+def test_tasks_that_share_a_function_and_have_their_own():
+    """Unrelated tasks are nearly as good as alone, which they are not with the default kernel."""
+    kernels = shared_and_own([5, 0, 2])  # the reference first, values in ascending order
+    w, v = 0.5**0.5, 0.5
+    expected = [[[v, v, w], [v, v, w], [w, w, 1.0]], [[v, 0, 0]] + 2 * [[0] * 3]]
+    for kernel, matrix in zip(kernels, expected, strict=False):
+        torch.testing.assert_close(kernel.covar_matrix, torch.tensor(matrix))
+    last = kernels[2].covar_matrix.diagonal()
+    torch.testing.assert_close(last, torch.tensor([0.0, 0.5, 0.0]))
+    X, Y = outputs.observations("unrelated", (60, 8), seed=1)
+    ways = ("ours", "parts", "ours alone")
+    default, parts, alone = (outputs.score(outputs.fitted(way, X, Y), "unrelated") for way in ways)
+    assert parts["error"] < 0.7 * default["error"]
+    assert parts["density"] > default["density"]
+    assert parts["error"] < 1.2 * alone["error"]
 
 
 def test_kernels_that_do_not_fit():

@@ -285,9 +285,7 @@ def _newton_step(
     """
     leaves = tuple(tensor.detach().requires_grad_(True) for tensor in (r, beta))
     target = step(*leaves)
-    (a, b), (c, d) = (
-        torch.autograd.grad(part.sum(), leaves, retain_graph=True) for part in target
-    )
+    (a, b), (c, d) = (torch.autograd.grad(part.sum(), leaves, retain_graph=True) for part in target)
     a, d = 1 - a, 1 - d  # I - J = ((a, -b), (-c, d))
     dr, dbeta = (new - old.detach() for new, old in zip(step(r, beta), (r, beta), strict=True))
     det = a * d - b * c

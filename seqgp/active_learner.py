@@ -67,8 +67,10 @@ class ActiveLearner(AskTell):
         pool: ``n x d`` inputs to choose from, instead of a box.
         criterion: What is to be reduced, one of `seqgp.acquisition.uncertainty.CRITERIA`:
 
-            * ``"volume"``: the volume of the level set (EAVC, Letham et al., 2022);
             * ``"threshold-entropy"``: mutual information with the level set;
+            * ``"volume"``: the volume of the level set (EAVC, Letham et al., 2022). Changes of
+              opposite signs cancel out, so trials that say how large the set is in all count for
+              more than those that say where it ends. With many inputs that is often a mistake;
             * ``"misclassification"``: errors about which inputs belong to the level set;
             * ``"variance"``: the integrated variance of the expected outcome;
             * ``"entropy"``: the entropy of outcomes, for labels.
@@ -124,7 +126,7 @@ class ActiveLearner(AskTell):
         self,
         bounds: Tensor | None = None,
         pool: Tensor | None = None,
-        criterion: str = "volume",
+        criterion: str = "threshold-entropy",
         threshold: float | None = None,
         likelihood: Likelihood | None = None,
         locations: Tensor | None = None,

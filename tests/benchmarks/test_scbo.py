@@ -50,7 +50,7 @@ def test_candidates_change_twenty_inputs() -> None:
     X = candidates(centre, box, 0)
     assert X.shape == (5000, 40)
     assert ((X >= 0.4) & (X <= 0.7)).all()
-    changed = (X != centre).sum(-1).double()
+    changed = (centre != X).sum(-1).double()
     assert changed.min() >= 1
     assert abs(changed.mean() - 20) < 4 * math.sqrt(10 / 5000)  # binomial, variance 40 / 4
     assert (candidates(centre[:6], box[:, :6], 0) != centre[:6]).all()

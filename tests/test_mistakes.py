@@ -437,7 +437,7 @@ def test_what_is_told_and_returned_is_checked() -> None:
         TypeError, match=r"evaluate: .* a pair \(Y, valid\), .* it returned a Tensor"
     ):
         loop.run(lambda X: X.sum(-1), 2)  # type: ignore[arg-type, return-value]
-    for state in ({"a": 1}, {"version": 5}, [1]):
+    for state in ({"a": 1}, {"version": 6}, [1]):
         with pytest.raises(ValueError, match="state: not the state of a BatchOptimizer"):
             loop.load_state_dict(state)  # type: ignore[arg-type]
     assert not len(loop.X)
@@ -482,7 +482,7 @@ def test_state_of_another_problem() -> None:
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="state: saved with maximize = True"):
         BatchOptimizer(unit(), maximize=False).load_state_dict(state)
-    with pytest.raises(ValueError, match="expected version 5, got 1"):
+    with pytest.raises(ValueError, match="expected version 6, got 1"):
         BatchOptimizer(unit()).load_state_dict({**state, "version": 1})
 
 

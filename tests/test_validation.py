@@ -139,6 +139,7 @@ def test_labels_of_any_dtype(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(models[0](x).mean, models[1](x).mean)
 
 
+@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 def test_missing_targets_pass_where_they_have_a_meaning() -> None:
     data = problem("gaussian")
     y = with_nan(data.y)

@@ -60,6 +60,10 @@ class ChoiceLikelihood(OneDimensionalLikelihood):
     Targets of other choices are 1. Log probabilities are those of the first pair of each choice;
     those of its other pairs are zero (and NaN for predictive ones).
 
+    Attributes:
+        link: ``"logit"``, of which the softmax of two items is a case.
+        is_log_concave: ``True``.
+
     Example:
         >>> import torch
         >>> from seqgp import ChoiceLikelihood, PreferenceGP

@@ -419,11 +419,6 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if not self.num_seen and bool(self.variational_strategy.dual_B.any()):
-            raise RuntimeError(
-                "The posterior has been learnt in a training loop, from observations that the "
-                "model does not hold. Pass these to the constructor, and update that model."
-            )
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")

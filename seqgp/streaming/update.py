@@ -165,6 +165,11 @@ def update(
             f"mode: this stream has been learnt with {model.stream.rule!r}, in which its summary "
             f"means something else; got {rule.name!r}."
         )
+    if not model.stream.num_seen and bool(model.variational_strategy.dual_B.any()):
+        raise RuntimeError(
+            "The posterior has been learnt in a training loop, from observations that the model "
+            "does not hold. Pass these to the constructor, and update that model."
+        )
     ranks, num_old = model.variational_strategy.ranks, model.stream.num_held
     with ranks.together():
         new = model.checked(X, Y, noise, arguments)

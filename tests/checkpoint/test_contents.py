@@ -457,6 +457,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_wrong_contents_are_refused_or_harmless(content: dict[str, Any], tmp_path: Path) -> None:
     """Something at a place in a checkpoint is not what it should be; digests are right."""
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002

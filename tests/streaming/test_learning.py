@@ -24,6 +24,7 @@ from seqgp.streaming.learning import (
     surprise_of,
 )
 from seqgp.streaming.update import SMALL_BATCH_TOLERANCE
+from tests.helpers import unscaled
 from tests.streaming.test_update import make_data, make_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -139,6 +140,7 @@ def test_leave_one_out(name: str) -> None:
         torch.testing.assert_close(found[i], expected[0], atol=tolerance, rtol=0)
 
 
+@unscaled
 def test_noise_has_a_floor_while_it_is_learnt() -> None:
     X = torch.linspace(0, 1, 9).unsqueeze(-1)
     model = SequentialGP(X, X, likelihood=LaplaceLikelihood(), outcome_transform=None)

@@ -56,7 +56,11 @@ class PreferenceGP(SequentialGP):
     be saved, merged, and fantasised. Differences:
 
     * `fit_gpytorch_mll` takes a `seqgp.DualELBO`, or a `PairwiseLaplaceMarginalLogLikelihood` in
-      its place.
+      its place. A training loop of your own maximises ``model.bound()[0]``, and with the priors
+      ``DualELBO(model.likelihood, model).with_priors(model.bound()[0], 1)``.
+    * ``datapoints`` cannot be ``None``: to begin without comparisons, pass items that could be
+      compared. What belongs to the Laplace approximation (``utility``, ``covar_chol``, ...) is not
+      there; `posterior` has the utilities.
     * ``datapoints`` and ``comparisons`` show the comparisons that the model holds, and the items
       that occur in them.
     * `condition_on_observations`, `update`, `forget`, `leverage` and `log_predictive_density` take

@@ -1125,7 +1125,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 be none, to go on learning hyperparameters from what is known.
             Y: ``batch_shape x n' x m`` observations.
             memory: How many observations to keep, or `MemoryOptions` that also say which. By
-                default the model's ``memory_options``: a uniform sample of 1,000 observations of
+                default the model's ``memory_options``: a uniform sample of 2,000 observations of
                 the whole stream.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters. By default (``None``), they are learnt when the

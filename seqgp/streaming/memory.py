@@ -260,7 +260,7 @@ class MemoryOptions:
         tensor([3, 4])
     """
 
-    capacity: int | float | None = 1000
+    capacity: int | float | None = 2000
     per_update: int | None = None
     policy: str | MemoryPolicy | PolicyFunction = "random"
     seed: int = 0

@@ -1,9 +1,8 @@
 """Loading the state of a model: hyperparameters and transforms, for the data that it holds.
 
-A ``state_dict`` holds no data. What is loaded of it is what has been learnt: hyperparameters,
-transforms, and inducing points where they do not belong to the data. The posterior is that of the
-data at hand. All this happens on a copy, which becomes the model at the end: a state that does not
-fit changes nothing.
+A ``state_dict`` holds no data. Hyperparameters and transforms are loaded from it, and inducing
+points unless they are the inputs. Then the posterior of the model's own data is computed. All this
+happens on a copy, which replaces the model in the end: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from seqgp.models.protocol import DataModel
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.variational.state import TENSORS
 
-#: The names of what belongs to the variational strategy begin with this.
+#: The prefix of the names that belong to the variational strategy.
 _STRATEGY = "variational_strategy."
 #: By how much, in nats, the inducing points of a model have to be better than those of the state.
 _GAIN = 0.1
@@ -124,15 +123,15 @@ def _check_summary(model: DataModel, saved: Mapping[str, Tensor]) -> None:
     if count is not None and bool(count.any()):
         if count.shape != own.shape or not torch.equal(count.to(own), own):
             raise ValueError(
-                "state_dict: it is that of a stream, of which some observations have been folded "
-                "into a summary; this model has not learnt them, and a state holds no data. Use "
-                "seqgp.save and seqgp.load. To load hyperparameters only, leave out the keys that "
-                f"begin with '{_STRATEGY}'. The model is unchanged."
+                "state_dict: it comes from a stream in which observations have been folded into a "
+                "summary. This model has not learnt these observations, and a state_dict holds no "
+                "data. Use seqgp.save and seqgp.load. To load hyperparameters only, leave out the "
+                f"keys that begin with '{_STRATEGY}'. The model is unchanged."
             )
     elif not model.num_data and "dual_B" in saved and bool(saved["dual_B"].any()):
         warnings.warn(
-            "The state is that of a model with data, which a state does not hold; this model has "
-            "none, and predicts with its prior. Use seqgp.save and seqgp.load.",
+            "This state_dict comes from a model with data, but a state_dict holds no data. This "
+            "model has none, so it predicts with its prior. Use seqgp.save and seqgp.load.",
             stacklevel=5,
         )
 

@@ -1,7 +1,7 @@
-"""Whether the posterior belongs to the hyperparameters, the noise and the transforms of a model.
+"""Whether the posterior is up to date with hyperparameters, noise and transforms.
 
-All of them can be set by hand at any time, as those of BoTorch's models: the next prediction
-notices, and converges the sites anew.
+As in BoTorch's models, you can set these by hand at any time. The next prediction notices, and
+recomputes the posterior.
 """
 
 from __future__ import annotations

@@ -862,7 +862,7 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    """Raise in a backward pass whose gradient for q no optimiser would use."""
     raise RuntimeError(
         "This objective cannot teach a DualVariationalStrategy its posterior, which is not a "
         "parameter: it does not ask for kl_divergence(), or the strategy knows of observations "

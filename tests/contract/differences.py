@@ -207,7 +207,7 @@ REFUSED: dict[str, Refusal] = {
     "latents of one likelihood, one by one": Refusal(
         lambda: _softmax().subset_output([1]),
         ValueError,
-        "latents of one likelihood cannot be separated",
+        "latent functions of a likelihood cannot be separated",
         "all of them, `posterior(X).mean[..., 1]`",
     ),
     "some outputs of a conditioned model": Refusal(

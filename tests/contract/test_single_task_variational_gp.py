@@ -160,7 +160,7 @@ def test_what_is_said_to_those_who_pass_what_there_is_not() -> None:
         SequentialGP(X, Y, num_outputs=2)
     with pytest.raises(ValueError, match="num_outputs: expected 3"):
         SequentialGP(X, num_outputs=2, likelihood=softmax())
-    with pytest.raises(ValueError, match="train_Y: expected observations of the functionals"):
+    with pytest.raises(ValueError, match="train_Y: required with coefficients"):
         SequentialGP(X.unsqueeze(-2), coefficients=torch.ones(20, 1))
     model = SequentialGP(X, Y).condition_on_observations(X[:1], Y[:1])
     with pytest.raises(RuntimeError, match="conditioned"):

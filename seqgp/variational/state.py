@@ -634,20 +634,26 @@ class DualState(_VariationalStrategy):
                 "The update led to duals that are not finite; nothing has been changed. "
                 "Check the scale of inputs, targets and hyperparameters."
             )
-        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
-        self.summary_lam, self.summary_B = map(_own, summary.duals)
-        self.summary_square, self.summary_count = summary.square, summary.number
-        if known is not None:  # without asking the device again
-            self._summary_known = self.summary_count, self.summary_count._version, known
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
-        self.dual_lam, self.dual_B = map(_own, duals)
-        self.reference_points = self.inducing_points.detach().clone()
-        # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
-        self.reference_mean = state.prior_mean.detach().clone()
-        self.reference_chol = _own(state.chol)
+        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
+        # All at once, since modules look closely at each attribute that is set.
+        self._buffers.update(
+            summary_lam=_own(summary.duals.lam),
+            summary_B=_own(summary.duals.B),
+            summary_square=summary.square,
+            summary_count=summary.number,
+            dual_lam=_own(duals.lam),
+            dual_B=_own(duals.B),
+            reference_points=self.inducing_points.detach().clone(),
+            # A copy: a constant mean is a view of the very parameter that optimisers move.
+            reference_mean=state.prior_mean.detach().clone(),
+            reference_chol=_own(state.chol),
+            variational_params_initialized=torch.ones_like(self.variational_params_initialized),
+        )
+        if known is not None:  # without asking the device again
+            self._summary_known = self.summary_count, self.summary_count._version, known
         self._floating = None
-        self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
         if not torch.is_grad_enabled():
             # Nothing but the duals is new: what the next prediction needs is at hand.

@@ -134,16 +134,20 @@ def stationary(kernel: Kernel) -> Stationary | None:
     return Stationary(lengthscale, scale, profile)
 
 
-def covariances(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
-    """The matrix of a kernel, in closed form if it is one of those; differentiable once then.
+def covariance_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
+    """The matrix of a kernel as a function of inputs, for one matrix after the other.
 
     Args:
-        kernel: Any kernel.
-        left: ``... x p x d``.
-        right: ``... x n x d``.
+        kernel: Any kernel. One that has a closed form is looked at once; its matrix is
+            differentiable once.
+
+    Returns:
+        Maps ``... x p x d`` and ``... x n x d`` inputs to ``... x p x n`` covariances.
     """
     known = stationary(kernel)
-    return to_dense(kernel(left, right)) if known is None else known.matrix(left, right)
+    if known is not None:
+        return known.matrix
+    return lambda left, right: to_dense(kernel(left, right))
 
 
 def _rbf(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

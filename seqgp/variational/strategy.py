@@ -912,6 +912,10 @@ class DualVariationalStrategy(DualState):
             self.inducing_points.dtype,
             _OPTIONS,
         )
+        # A tensor of the user's may hold other numbers when it is passed again: what is known of
+        # inputs is found by who they are, see `whitened`.
+        if not conditioned:
+            data = replace(data, inputs=data.inputs.view_as(data.inputs))
         return data, likelihood
 
     def prior(self, data: Observations, shared: bool) -> Prior:

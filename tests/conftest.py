@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from botorch.acquisition.multi_objective import logei
 from hypothesis import settings
+
+from seqgp.likelihoods.quadrature import base_samples
 
 torch.set_num_threads(1)  # small tensors, and a worker for each core
 
@@ -145,3 +147,12 @@ def float64() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def meta() -> Iterator[Callable[[], None]]:
+    """Call it to change the default device until the end of the test."""
+    base_samples.cache_clear()
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+    base_samples.cache_clear()

@@ -65,7 +65,7 @@ from seqgp.duel_optimizer import DuelOptimizer
 from seqgp.kernel_scales import median_distance, sharp
 from seqgp.streaming.memory import MemoryOptions
 from tests import test_devices
-from tests.helpers import CASES, GP, Problem, make_inputs, make_kernel, make_mean, problem
+from tests.helpers import CASES, GP, Problem, make_inputs, make_kernel, make_mean, problem, unscaled
 from tests.models.helpers import data, observe, totals
 from tests.pretend_cuda import DEVICE, PretendCUDA
 
@@ -550,6 +550,7 @@ def transforms(device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
+@unscaled
 @pytest.mark.parametrize("name", transforms(CPU))
 def test_transforms(name: str) -> None:
     def action(device: torch.device) -> Any:
@@ -741,6 +742,7 @@ VALIDITY: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@unscaled
 @pytest.mark.parametrize("kind", VALIDITY)
 def test_validity(kind: str) -> None:
     def action(device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ from linear_operator.operators import (
     DiagLinearOperator,
     TriangularLinearOperator,
 )
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
+from torch.distributions import register_kl
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -50,6 +53,7 @@ from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
+from seqgp.variational.own_steps import OwnSteps
 from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of, values_prior
 
 #: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
@@ -118,6 +122,25 @@ class Leaves:
             self._source, self._versions = tuple(duals), versions
             self.tensors[:] = [tensor.detach().clone().requires_grad_(True) for tensor in duals]
         return Duals(*self.tensors)
+
+
+class WhitenedPrior(MultivariateNormal):
+    """``p(v) = N(0, I)``."""
+
+
+class WhitenedPosterior(MultivariateNormal):
+    """``q(v)``.
+
+    Attributes:
+        divergence: Its divergence from the prior.
+    """
+
+    divergence: Callable[[], Tensor]
+
+
+@register_kl(WhitenedPosterior, WhitenedPrior)
+def _divergence_from_prior(q: WhitenedPosterior, p: WhitenedPrior) -> Tensor:
+    return q.divergence()
 
 
 class State(NamedTuple):
@@ -236,6 +259,9 @@ class DualState(_VariationalStrategy):
                 self.register_buffer(name, tensors[name])
         self._cache: _Cached | None = None
         self._is_steady = False
+        self._own_steps: OwnSteps | None = None  # nor does this
+        #: Whether the posterior is that of a training loop, and not that of `converge`.
+        self.learnt_in_loop = False
         self._summary_known: tuple[Tensor, int, bool] | None = None
 
     # ---------------------------------------------------------------- what it knows
@@ -299,34 +325,52 @@ class DualState(_VariationalStrategy):
     def prior_distribution(self) -> MultivariateNormal:
         """``p(v) = N(0, I)``, for the whitened inducing values ``u = mu(Z) + L v``."""
         zeros = torch.zeros_like(self.dual_lam)
-        return MultivariateNormal(zeros, DiagLinearOperator(torch.ones_like(zeros)))
+        return WhitenedPrior(zeros, DiagLinearOperator(torch.ones_like(zeros)))
 
     @property
     def variational_distribution(self) -> MultivariateNormal:
         """``q(v)`` for the whitened inducing values."""
-        R, mean = self._factors_to_learn(same_pass=False)
+        R, mean = factors = self._factors_to_learn(same_pass=False)
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+        if self._takes_a_step(mean):
+            # Wrappers ask for its divergence from the prior; of anything else nobody learns q.
+            R, mean = R.view_as(R), mean.view_as(mean)
+            for tensor in (R, mean):
+                tensor.register_hook(_refuse)
         root = solve_lower(R, eye.expand_as(R)).mT
         covariance = CholLinearOperator(TriangularLinearOperator(root, upper=True))
-        return MultivariateNormal(mean, covariance)
+        q = WhitenedPosterior(mean, covariance)
+        q.divergence = partial(self._divergence, factors)
+        return q
 
     def kl_divergence(self) -> Tensor:
         """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
-        kl = kl_divergence(self._factors_to_learn(same_pass=True))
+        kl = self._divergence(self._factors_to_learn(same_pass=True))
         return kl.sum(-1) if self.latent_dims else kl
 
+    def _divergence(self, factors: Factors) -> Tensor:
+        """The divergence from the prior, one of each latent, whose weight in a loss is noted."""
+        kl = kl_divergence(factors)
+        if self._takes_a_step(kl):
+            assert self._own_steps is not None
+            kl = self._own_steps.weighed(kl)
+            if not self._knows_only_data():
+                kl.register_hook(_refuse)
+        return kl
+
+    def _takes_a_step(self, tensor: Tensor) -> bool:
+        """Whether the backward pass through a tensor is one of `OwnSteps`."""
+        learns = tensor.requires_grad and self.training and self.leaves() is None
+        return learns and not _SITES_ARE_FIXED.get()
+
+    def _knows_only_data(self) -> bool:
+        """Whether all that the strategy knows can be in the objective of a training loop."""
+        return not self.has_summary
+
     def _factors_to_learn(self, same_pass: bool) -> Factors:
-        """The whitened posterior for objectives; one that moves nobody has no backward pass."""
+        """The whitened posterior, for objectives."""
         leaves = self.leaves()
-        if leaves is not None:
-            return natural_factors(leaves)
-        factors = self.state(same_pass).factors
-        if self.training and not _SITES_ARE_FIXED.get() and factors.mean.requires_grad:
-            # Not the tensors themselves, on which the marginals rest as well.
-            factors = Factors(*(tensor.view_as(tensor) for tensor in factors))
-            factors.mean.register_hook(_refuse)
-            factors.R.register_hook(_refuse)
-        return factors
+        return self.state(same_pass).factors if leaves is None else natural_factors(leaves)
 
     @property
     def summary(self) -> Summary:
@@ -418,7 +462,7 @@ class DualState(_VariationalStrategy):
             duals: The duals; not used by anyone else.
         """
         self.dual_lam, self.dual_B = duals
-        self._floating = self.jitter_val
+        self._floating, self.learnt_in_loop = self.jitter_val, True
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
 
@@ -502,11 +546,55 @@ class DualState(_VariationalStrategy):
                     self._cache = None
                 return cached.state
             self._cache = None
-            state = self.build(self.placed_points)
+            state = self._built()
+            if graph and self.training and not _SITES_ARE_FIXED.get():
+                state = self._watched(state)
             self._cache = _Cached(graph, fingerprint, state)
             if state.chol.requires_grad:  # a backward pass uses the graph up
                 state.chol.register_hook(lambda _: self.clear_cache())
             return state
+
+    def _built(self) -> State:
+        """The state at the present prior.
+
+        With a likelihood that is not log-concave, some sites have negative precision, and a prior
+        that an optimiser has changed meanwhile may have no posterior with them. In a training loop
+        the whitened posterior then stays what it is.
+        """
+        try:
+            return self.build(self.placed_points)
+        except NotPSDError:
+            if not self.learnt_in_loop or self.has_summary:
+                raise
+            self._floating = self.jitter_val
+            self.settle()
+            return self.build(self.placed_points)
+
+    def _watched(self, state: State) -> State:
+        """A state whose posterior may learn from a backward pass; see `OwnSteps`."""
+        made_from, own = self.dual_B, weakref.ref(self)
+        detached = State(
+            state.chol.detach(),
+            state.prior_mean.detach(),
+            state.shared,
+            Basis(None, state.chol.detach(), torch.zeros_like(state.prior_mean), None),
+            Duals(*(tensor.detach() for tensor in state.duals)),
+            Factors(*(tensor.detach() for tensor in state.factors)),
+        )
+
+        def learn(duals: Duals) -> None:
+            nonlocal made_from
+            strategy = own()
+            # A gradient of a posterior that is gone is not used.
+            if strategy is not None and strategy.dual_B is made_from:
+                strategy.store(duals, detached)
+                strategy.learnt_in_loop = True
+                made_from = strategy.dual_B
+
+        if self._own_steps is None:
+            self._own_steps = OwnSteps(learn)
+        self._own_steps.learn = learn
+        return state._replace(factors=self._own_steps.watch(state.duals, state.factors))
 
     def state_in_loop(self, leaves: Duals, mean: Tensor, K: Tensor) -> State:
         """The state of one pass of a training loop: duals are whitened by whatever the prior is.
@@ -719,8 +807,8 @@ class DualState(_VariationalStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # For copies and pickles, neither of which can hold the graph of a forward pass.
         # Nor can a copy have a fingerprint of the modules that it was made from.
-        state = {**self.__dict__, "_cache": None, "_summary_known": None, "_leaves": None}
-        return {**state, "_is_steady": False}
+        gone = dict.fromkeys(("_cache", "_summary_known", "_leaves", "_own_steps"))
+        return {**self.__dict__, **gone, "_is_steady": False}
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()
@@ -795,14 +883,15 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    """Raise in a backward pass whose gradient for q no optimiser would use."""
     raise RuntimeError(
-        "The posterior of a DualVariationalStrategy is not a parameter: optimisers of parameters "
-        "alone would learn nothing about it. In a training loop with VariationalELBO, or another "
-        "objective of GPyTorch, make an optimiser beside that of the hyperparameters, `ngd = "
-        "seqgp.DualNGD(model, num_data, lr=0.1)`, and call `ngd.zero_grad()` before and "
-        "`ngd.step()` after `loss.backward()`. Or use seqgp.DualELBO, in turns with "
-        "`model.variational_strategy.converge(x, y, likelihood)`."
+        "This objective cannot teach a DualVariationalStrategy its posterior, which is not a "
+        "parameter: it does not ask for kl_divergence(), or the strategy knows of observations "
+        "that are not in it (a summary of a stream, what it was conditioned on, the data of other "
+        "processes). In a training loop, make an optimiser beside that of the hyperparameters, "
+        "`ngd = seqgp.DualNGD(model, num_data, lr=0.1)`, and call `ngd.zero_grad()` before and "
+        "`ngd.step()` after `loss.backward()`. Learn streams with `update`; or use "
+        "seqgp.DualELBO, in turns with `model.variational_strategy.converge(x, y, likelihood)`."
     )
 
 

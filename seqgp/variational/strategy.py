@@ -1,4 +1,4 @@
-"""`DualVariationalStrategy`: the GPyTorch face of `seqgp.dual`."""
+"""`DualVariationalStrategy`: the GPyTorch interface of `seqgp.dual`."""
 
 from __future__ import annotations
 
@@ -130,29 +130,31 @@ class _Prediction(NamedTuple):
 
 
 class DualVariationalStrategy(DualState):
-    r"""A variational strategy whose parameters are duals instead of a mean and a covariance.
+    r"""A variational strategy that stores the posterior as sums over observations (duals).
 
     The posterior over the inducing values is the prior times a Gaussian pseudo-likelihood,
-    :math:`q(u) \propto p_\theta(u)\, t(u)`. What is stored is :math:`t`, as whitened tied duals
-    (see `seqgp.dual`) together with the inducing points and the Cholesky factor that they were
-    made with. Hence the posterior follows the prior when hyperparameters or inducing points
-    change, and adding data is adding duals.
+    :math:`q(u) \propto p_\theta(u)\, t(u)`. The strategy stores :math:`t` as *duals*, which are
+    sums over observations (see `seqgp.dual`), instead of a variational mean and covariance. So new
+    data are learnt by adding their duals, and the posterior follows the prior when hyperparameters
+    or inducing points change.
 
-    Duals are buffers, not parameters: they are moved by natural-gradient steps
-    (`natural_gradient_step`, `converge`), never by an optimiser. Before the first step the
+    Duals are buffers, not parameters. They are changed by natural-gradient steps
+    (`natural_gradient_step`, `converge`), not by optimisers of parameters. In a training loop with
+    `VariationalELBO` or another objective with ``kl_divergence()``, each backward pass takes such a
+    step, of size 0.1. `DualNGD` is an optimiser that takes them. Before the first step, the
     posterior is the prior.
 
     Args:
-        model: The model that the strategy belongs to; its ``forward`` gives the prior.
+        model: The model, whose ``forward`` returns the prior.
         inducing_points: ``... x m x d`` inducing points.
-        num_latents: Number ``c`` of independent latent functions, for likelihoods of several
+        num_latents: The number ``c`` of independent latent functions, for likelihoods with several
             (`gpytorch.likelihoods.SoftmaxLikelihood`). The model then returns a
-            `MultitaskMultivariateNormal` with event shape ``n x c``. Kernel, mean and inducing
-            points are shared by the latents unless the last of their batch dimensions is ``c``;
-            if shared, they are evaluated and factorised once.
+            `MultitaskMultivariateNormal` with event shape ``n x c``. The latent functions share
+            kernel, mean and inducing points, unless the last batch dimension of these is ``c``.
+            Shared kernel matrices are evaluated and factorised once.
         learn_inducing_locations: Whether the inducing points are a parameter.
-        batch_shape: Batch shape of the duals, by default that of the inducing points. It grows by
-            broadcasting when batched data are learnt.
+        batch_shape: Batch shape of the duals. By default that of the inducing points. It is
+            broadcast with that of the data.
         jitter_val: Jitter on the diagonal of ``Kzz``, *relative* to that diagonal. By default
             1e-8 in float64 and 1e-5 in float32.
 
@@ -221,6 +223,11 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- what it knows
 
     @property
+    def base_variational_strategy(self) -> DualVariationalStrategy:
+        """The strategy itself. GPyTorch's for several outputs are wrappers of one of this name."""
+        return self
+
+    @property
     def is_conditioned(self) -> bool:
         """Whether this strategy belongs to a conditioned (fantasy) model."""
         return self._observed is not None
@@ -244,6 +251,9 @@ class DualVariationalStrategy(DualState):
         shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
 
+    def _knows_only_data(self) -> bool:
+        return super()._knows_only_data() and self.ranks.alone and not self.is_fantasy
+
     def set_ranks(self, ranks: Ranks) -> None:
         """Share the observations with other processes, or with none.
 
@@ -251,7 +261,7 @@ class DualVariationalStrategy(DualState):
             ranks: The processes.
         """
         self.__dict__.pop("ranks", None)
-        if not ranks.alone:  # which is no part of a checkpoint
+        if not ranks.alone:  # which is not part of a checkpoint
             self.ranks = ranks
 
     # ---------------------------------------------------------------- learning
@@ -328,34 +338,35 @@ class DualVariationalStrategy(DualState):
         start: Sites | None = None,
         **arguments: Any,
     ) -> Convergence:
-        """Natural-gradient steps until the sites of all the given data have converged.
+        """Take natural-gradient steps until the posterior has converged.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
-            likelihood: The likelihood; by default the model's attribute of that name.
-            add: Whether the data come on top of the present posterior (the next batch of a stream,
-                if nothing of the past is kept), or of the summary alone (the default; with an
-                empty summary, they are all that is known).
-            rho: The largest step size; steps that would lower the bound are shortened.
+            likelihood: The likelihood. By default the model's attribute of that name.
+            add: Whether to add the data to the present posterior, as the next batch of a stream. By
+                default, these data replace all others except for the summary.
+            rho: The maximum step size. Steps that would lower the bound are shortened.
             tol: Relative change of the duals at which to stop.
-            max_steps: Passes over the data at which to stop, with a warning.
+            max_steps: The maximum number of passes over the data. If it is reached, there is a
+                warning.
             weights: ``n``, how often each observation counts; by default once.
             coefficients: ``... x n x J``, for observations of ``sum_j c_ij f(x_ij)`` at inputs
                 ``... x n x J x d``.
-            summary_share: How much of the summary counts, from 0 to 1.
-            start: Sites of the data to start from, as `bound` returns them; by default the
-                iteration starts from the present posterior.
+            summary_share: How much of the summary to use, from 0 to 1.
+            start: Sites of the data to start from, as returned by `bound`. By default the present
+                posterior.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
-            How the iteration ended.
+            A report of the iteration.
         """
         check_step_size(rho)
         data, likelihood = self.checked(
             inputs, targets, likelihood, arguments, weights, coefficients
         )
         state = self.state()
+        self.learnt_in_loop = False
         base = state.duals if add else self.base(state.basis, likelihood, summary_share)
         options: dict[str, Any] = {
             "latent_dims": self.latent_dims,
@@ -405,15 +416,15 @@ class DualVariationalStrategy(DualState):
     ) -> tuple[Tensor, Sites]:
         r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
 
-        The sites are converged at the present hyperparameters and then held fixed, which at the
-        maximum over q leaves the gradient as it is (`seqgp.variational.bound`). Does not change the
-        strategy's own duals.
+        The sites are converged at the present hyperparameters and then held fixed, which does not
+        change the gradient at the maximum over q (`seqgp.variational.bound`). The duals of the
+        strategy are not changed.
 
-        The summary knows folded observations through the inducing values that it was made with;
-        what these do not explain of them is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} -
-        k_{iS} K_{SS}^{-1} k_{Si})` that depends on hyperparameters. Without it, short lengthscales
-        would look better than they are. It is estimated by observations at hand that stand for
-        those that are not.
+        The summary only depends on folded observations through the inducing values. The variance
+        that these do not explain is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} - k_{iS}
+        K_{SS}^{-1} k_{Si})`, which depends on hyperparameters. Without it, short lengthscales would
+        look better than they are. It is estimated from observations at hand that represent the
+        folded ones.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
@@ -520,7 +531,7 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            unseen: ``c``, which classes of a softmax nobody has seen yet. The sites of their
+            unseen: ``c``, which classes of a softmax have not been observed. The sites of their
                 latents are those of a bound, `seqgp.likelihoods.softmax.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 
@@ -576,10 +587,10 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def discount(self, factor: float) -> None:
-        """Let all that is known count less: the posterior, and the summary that is part of it.
+        """Multiply the weight of everything learnt so far, in posterior and summary, by a factor.
 
         Args:
-            factor: How much it counts, from 0 to 1.
+            factor: The factor, from 0 to 1.
         """
         duals, square, number = discounted(self.summary, factor)
         self.set_tensors(
@@ -602,7 +613,7 @@ class DualVariationalStrategy(DualState):
         unseen: Tensor | None = None,
         **arguments: Any,
     ) -> None:
-        """Take observations out of the summary, with their sites under the present posterior.
+        """Remove observations from the summary, with their sites under the present posterior.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
@@ -661,10 +672,11 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
-        """Move to other inducing points, of any number, and take the duals along.
+        """Change the inducing points, and project the duals onto the new ones.
 
         Args:
-            inducing_points: ``... x m' x d``. If they include the present ones, nothing is lost.
+            inducing_points: ``... x m' x d``. If they include the present ones, the posterior does
+                not change.
 
         Example:
             >>> import torch, gpytorch
@@ -688,10 +700,10 @@ class DualVariationalStrategy(DualState):
         self.store(state.duals, state, Z)
 
     def start_from(self, inducing_points: Tensor) -> None:
-        """Put inducing points elsewhere, while the duals stay in the basis that they were made in.
+        """Change the inducing points for predictions, but keep the duals in their present basis.
 
-        Predictions are those after `set_inducing_points`, but as long as the new points have not
-        been made the duals' own basis (by `rebase`, or by learning), they can be moved on or back
+        Predictions are the same as after `set_inducing_points`. But until the duals are moved to
+        the new basis (by `rebase`, or by learning), inducing points can be moved again, or back,
         without loss.
 
         Args:
@@ -712,20 +724,19 @@ class DualVariationalStrategy(DualState):
         coefficients: Tensor | None = None,
         **arguments: Any,
     ) -> ApproximateGP:
-        r"""The model conditioned on more observations, for any likelihood.
+        r"""Return the model conditioned on more observations, for any likelihood.
 
-        The posterior *process* is conditioned (see `seqgp.dual.conditioning`): the result equals
-        an update with the new inputs added to the inducing points, and nothing of size ``m x m``
-        is formed. The model that is returned is of the same type, shares all hyperparameters with
-        this one, and can be conditioned again.
+        The result is the same as if the new inputs were added to the inducing points, but no matrix
+        of size ``m x m`` is formed (see `seqgp.dual.conditioning`). The returned model is of the
+        same type, shares all hyperparameters with this one, and can be conditioned again.
 
         Args:
             inputs: ``b x q x d`` or ``f x b x q x d`` inputs; or checked `Observations`.
             targets: ``b x q`` or ``f x b x q`` targets. Batch shapes broadcast: ``f`` sets of
                 targets for the same inputs share their covariances.
             likelihood: The likelihood; by default the model's attribute of that name.
-            fixed_inducing: Update the duals at the present inducing points instead, as the paper
-                does. The variance that those cannot explain then stays.
+            fixed_inducing: Whether to update the duals at the present inducing points instead, as
+                in the paper. The variance that these do not explain then remains.
             tol: Relative tolerance for the sites.
             max_steps: The largest number of iterations for the sites.
             coefficients: As for `converge`, ``... x q x J``.

@@ -24,6 +24,7 @@ def test_look_ahead_is_conditioning(
 ) -> None:
     """Means and variances at all locations, for each outcome of each candidate."""
     monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
+    monkeypatch.setattr(steps, "EXACT_TOLERANCE", 1e-10)
     monkeypatch.setattr(steps, "PRECISION", torch.float64)
     model, X, locations = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
     with torch.set_grad_enabled(grad):

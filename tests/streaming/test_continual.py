@@ -329,6 +329,7 @@ def test_gaussian_observations_need_no_replay() -> None:
         model.update(X[20:], X[20:, :1], memory=MemoryOptions(replay=0.5))
 
 
+@unscaled
 def test_counts_have_no_classes_to_balance() -> None:
     X, Y = blobs()
     model = SequentialGP(X[:20], Y[:20], likelihood=PoissonLikelihood())

@@ -28,10 +28,10 @@ from seqgp.likelihoods.traits import has_one_latent, is_conjugate, takes_noise
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors about an argument of what is called inside, by the name that the caller knows.
+    """Rename arguments in errors that are raised inside, to the names that the caller knows.
 
     Args:
-        names: What is called what: ``targets="Y"``.
+        names: New names: ``targets="Y"``.
     """
     try:
         yield

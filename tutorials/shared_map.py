@@ -4,12 +4,12 @@
 Four processes each hold a quarter of the data, and all end with the same map.
 
 Run ``python -m tutorials.shared_map`` (``--short`` for fewer measurements). Four robots explore a
-hall, each its own quarter, and measure a field as they go. Each robot is a process that keeps its
-measurements; together they learn one model, with ``process_group=`` of `torch.distributed`. What
-travels between them are mostly sums over their measurements, whose size does not depend on how many
-there are, and what it takes to choose inducing points and the memory together. In the end the map
-is compared with that of one process that has all measurements. On several machines the same code is
-started with ``torchrun``. Figures are saved in ``figures/``.
+hall, each its own quarter, and measure a field. Each robot is a process that keeps its own
+measurements. Together they learn one model, with a ``process_group`` of `torch.distributed`. They
+mostly exchange sums over their measurements, whose size does not depend on the number of
+measurements. In the end, the map is compared with that of a single process that has all
+measurements. On several machines, start the same code with ``torchrun``. Figures are saved in
+``figures/``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def grid(number: int) -> Tensor:
 # What each robot does
 # --------------------
 #
-# It builds the model and updates it with its own measurements only. Nothing else differs from one
-# process: all robots call the same methods, and end with the same model.
+# It builds the model and updates it with its own measurements only. Apart from that, the code is
+# that of a single process. All robots call the same methods and end with the same model.
 
 
 def learn(

@@ -1,4 +1,4 @@
-"""What is saved of a model, and how a model is restored from it.
+"""What a checkpoint contains, and how a model is restored from it.
 
 A checkpoint holds everything that a stream needs to continue, as tensors, numbers and strings; how
 these are written and read is the subject of `seqgp.checkpoint.storage`. What the model consists of
@@ -55,7 +55,7 @@ _KNOWN_BY_NAME = {name_of(kind): kind for kind in _KNOWN}
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
-#: What a checkpoint holds.
+#: The fields of a checkpoint, and their types.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "class": str,
     "parts": (dict, type(None)),
@@ -80,7 +80,8 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at", "guard"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_own_steps", "_floating", "settled_at"),
+    "guard",
 }
 _NUMBER = int | float
 

@@ -242,9 +242,10 @@ def with_ratings(likelihood: Likelihood, ratings: Likelihood | Tensor | None) ->
     """The likelihood of comparisons and ratings together.
 
     Args:
-        likelihood: That of comparisons.
-        ratings: That of ratings, or ratings that one is made for: a `RatingLikelihood` which begins
-            with their mean and their standard deviation. ``None`` if there are none.
+        likelihood: The likelihood of comparisons.
+        ratings: The likelihood of ratings, or the ratings themselves. These get a
+            `RatingLikelihood` that is initialised with their mean and standard deviation. ``None``
+            if there are no ratings.
     """
     if ratings is None:
         return likelihood

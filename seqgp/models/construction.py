@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from botorch.models.transforms.input import AffineInputTransform, InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils import validate_input_scaling
@@ -139,7 +140,7 @@ def assemble(
     all_Y = ranks.gather(train_Y, -2)
     all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        # What nobody needs of others stays where it is.
+        # Inputs are exchanged only if a transform or the choice of inducing points needs them.
         chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
         all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:
@@ -354,6 +355,11 @@ def _num_latents(likelihood: Likelihood, train_Y: Tensor) -> int | None:
     if has_one_latent(likelihood):
         return None
     latents: int = getattr(likelihood, "num_features", 0)
+    if isinstance(likelihood, SparseOutlierGaussianLikelihood):
+        raise ValueError(
+            "likelihood: the noise of a SparseOutlierGaussianLikelihood belongs to a fixed set of "
+            "training data; for outliers, use gpytorch.likelihoods.StudentTLikelihood."
+        )
     if not latents:
         raise ValueError(
             f"likelihood: {type(likelihood).__name__} has several latent functions, but no "

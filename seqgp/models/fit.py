@@ -33,7 +33,7 @@ from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
-#: The evidence of exact models, or its approximation: `DualELBO` takes their place.
+#: Objectives of exact models, or approximations of them, which `DualELBO` replaces.
 EVIDENCE = (ExactMarginalLogLikelihood, PairwiseLaplaceMarginalLogLikelihood)
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -420,7 +420,7 @@ class Minibatches(NamedTuple):
 
 
 def _minibatches_at_hand(model: FittedModel, size: int) -> Minibatches:
-    """Those of the observations that a model holds, in a random order."""
+    """Minibatches of the observations that a model holds, in random order."""
     data, n = model.stream.observations, model.num_data
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)

@@ -498,7 +498,7 @@ class SequentialMultiTaskGP(SequentialGP):
         """The posterior over observations that are not all Gaussian.
 
         Args:
-            latent: That of the latent functions, ``... x q x m``.
+            latent: The posterior of the latent functions, ``... x q x m``.
             index: ``... x (m q)`` indices of tasks.
             offset: ``... x (m q)``, of observations.
             scale: ``... x (m q)``, likewise.

@@ -56,7 +56,12 @@ class PreferenceGP(SequentialGP):
     be saved and merged, and be conditioned on fantasies. Differences:
 
     * Fit it with `fit_gpytorch_mll` and a `seqgp.DualELBO`, or with a
-      `PairwiseLaplaceMarginalLogLikelihood`, which is replaced by the `DualELBO`.
+      `PairwiseLaplaceMarginalLogLikelihood`, which is replaced by the `DualELBO`. In your own
+      training loop, maximise ``model.bound()[0]``, or, with the priors,
+      ``DualELBO(model.likelihood, model).with_priors(model.bound()[0], 1)``.
+    * ``datapoints`` cannot be ``None``. To begin without comparisons, pass items that could be
+      compared. Attributes of the Laplace approximation (``utility``, ``covar_chol``, ...) do not
+      exist; `posterior` returns the utilities.
     * ``datapoints`` and ``comparisons`` return the comparisons in the memory, and their items.
     * `condition_on_observations`, `update`, `forget`, `leverage` and `log_predictive_density` take
       items ``X`` and comparisons ``Y``, which are indices of the rows of this ``X``. Earlier items

@@ -595,7 +595,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
         Args:
             arguments: The arguments.
-            shape: That of ``Y``, ``... x n x m``.
+            shape: The shape of ``Y``, ``... x n x m``.
         """
         square = self.has_output_dim and shape[-1] == shape[-2]  # could be either of the two shapes
         return {
@@ -1125,7 +1125,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 be none, to go on learning hyperparameters from what is known.
             Y: ``batch_shape x n' x m`` observations.
             memory: How many observations to keep, or `MemoryOptions` that also say which. By
-                default the model's ``memory_options``: a uniform sample of 1,000 observations of
+                default the model's ``memory_options``: a uniform sample of 2,000 observations of
                 the whole stream.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
             learn: Whether to learn hyperparameters. By default (``None``), they are learnt when the
@@ -1606,8 +1606,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             state_dict: The result of ``state_dict()``.
             strict: Whether its keys must be those of this model, except for the variational
                 strategy.
-            keep_transforms: Whether to transform the training targets again with the loaded
-                transform, as in BoTorch's models.
+            keep_transforms: Whether to use the statistics of the loaded transforms, and transform
+                the training targets with them. Otherwise they remain those of the model's own data,
+                which BoTorch's models learn at the next training step.
             assign: Whether to convert the model to the precision and device of the state.
 
         Example:

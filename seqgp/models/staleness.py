@@ -1,7 +1,7 @@
-"""Whether the posterior belongs to the hyperparameters, the noise and the transforms of a model.
+"""Whether the posterior is up to date with hyperparameters, noise and transforms.
 
-All of them can be set by hand at any time, as those of BoTorch's models: the next prediction
-notices, and converges the sites anew.
+As in BoTorch's models, you can set these by hand at any time. The next prediction notices, and
+recomputes the posterior.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
+from seqgp.likelihoods.traits import output_latents
 from seqgp.models.protocol import DataModel
 
 
@@ -98,7 +99,9 @@ def _check_scale_of_loop(model: DataModel) -> None:
     targets = model.to_columns(held.targets)
     mean, _ = model.variational_strategy.marginals(model.transformed(held))
     given, _ = transform.untransform(targets, X=held.inputs)
-    mean = model.to_columns(mean).reshape_as(targets)
+    if model.variational_strategy.num_latents is not None:  # the one that is observed
+        mean = mean[..., (output_latents(model.likelihood) or (0,))[0], :]
+    mean = model.to_columns(mean)
     to_given, to_held = ((mean - each).square().nanmean() for each in (given, targets))
     if bool(to_given < 0.5 * to_held):
         raise RuntimeError(

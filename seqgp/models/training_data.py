@@ -1,6 +1,6 @@
-"""The training data of a model as BoTorch's models show theirs.
+"""The training data of a model, in the form in which BoTorch's models return them.
 
-They are views for others: `SequentialGP.stream` holds the data.
+The data themselves are in `SequentialGP.stream`.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _is_number(value: object) -> bool:
 
 
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
-    """``total`` places for groups of some sizes: as even as it goes, none empty if it can be."""
+    """Distribute ``total`` places over groups of some sizes, as evenly as possible."""
     if total is None:
         return [None for _ in counts]
     shares: list[int | None] = [0 for _ in counts]
@@ -260,7 +260,7 @@ class MemoryOptions:
         tensor([3, 4])
     """
 
-    capacity: int | float | None = 1000
+    capacity: int | float | None = 2000
     per_update: int | None = None
     policy: str | MemoryPolicy | PolicyFunction = "random"
     seed: int = 0

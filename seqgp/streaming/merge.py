@@ -128,7 +128,7 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
 
 
 def _difference(first: Any, other: Any) -> str | None:
-    """What keeps two models from being merged, in words; ``None`` for nothing."""
+    """The reason why two models cannot be merged, ``None`` if they can."""
     if type(first) is not type(other):
         return f"it is a {type(other).__name__}, that a {type(first).__name__}."
     Z, theirs = (m.variational_strategy.inducing_points for m in (first, other))

@@ -106,7 +106,8 @@ def choose_inducing_points(
     candidates given ``Z``), while there is room. Then it takes the place of the most redundant
     point, that of which the others leave the least unexplained, as long as this is ``gain`` times
     less than its own. With one kernel, every exchange raises :math:`|K_{zz}|`: points do not come
-    and go.
+    and go. Nor is anything exchanged if that costs more nats than it brings: what has been folded
+    is only known at ``Z``, so that it loses by an exchange, but only what is at hand can gain.
 
     Args:
         Z: ``m x d`` present inducing points; there may be none.
@@ -136,7 +137,9 @@ def choose_inducing_points(
             if allocator is None:
                 shares = (parts.number * beta).sum(-1)
                 least = float(2 * tolerated / shares.sum())
-                return _exchange(Z, candidates, kernel, shares / shares.sum(), least, gain)
+                shares = shares / shares.sum()
+                known = parts.number * beta
+                return _exchange(Z, candidates, kernel, shares, known, beta, least, gain)
             union = torch.cat([Z, candidates])
             return allocator.allocate_inducing_points(
                 union, first_kernel(kernel), min(max_points, len(union)), torch.Size()
@@ -231,7 +234,14 @@ def explain_residuals(
 
 
 def _exchange(
-    Z: Tensor, candidates: Tensor, kernel: Kernel, shares: Tensor, tolerated: float, gain: float
+    Z: Tensor,
+    candidates: Tensor,
+    kernel: Kernel,
+    shares: Tensor,
+    known: Tensor,
+    at_hand: Tensor,
+    tolerated: float,
+    gain: float,
 ) -> Tensor:
     r"""Redundant points exchanged for candidates, at most each of them once.
 
@@ -247,6 +257,10 @@ def _exchange(
     formulas read backwards. In double precision, in which rounding errors stay far below what is
     decided on. Variances of several kernels are averaged with given ``b`` shares, those that they
     have in the precision of all observations.
+
+    So an exchange costs :math:`\tfrac12 \sum_i n_i \beta_i B_{ji}^2 / P_{jj}` nats, with ``b x n``
+    precisions ``known`` of all observations that the candidates stand for, and brings
+    :math:`\tfrac12 \sum_i \beta_i g_i^2 / s` by those ``at_hand``.
     """
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
@@ -256,24 +270,29 @@ def _exchange(
     P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
     B = P @ cross
     unexplained = prior - (cross * B).sum(-2)
+    known, at_hand = known.double(), at_hand.double()
+    worth_it = torch.ones_like(prior[0], dtype=torch.bool)
     exchanged = False
     for _ in range(len(Z)):
         own, left = (share / P.diagonal(dim1=-2, dim2=-1)).sum(0), (share * unexplained).sum(0)
-        old, new = int(own.argmin()), int(left.argmax())
-        if float(left[new]) <= max(tolerated, gain * float(own[old])):
+        old, new = int(own.argmin()), int(left.where(worth_it, 0.0).argmax())
+        if not worth_it[new] or float(left[new]) <= max(tolerated, gain * float(own[old])):
             break
         deviation = P[:, old, old].sqrt().unsqueeze(-1)
         weights, row = P[:, old] / deviation, B[:, old] / deviation
+        covariance = _matrix(kernel, candidates[new : new + 1], candidates)[:, 0].double()
+        column = cross[:, :, new].clone()
+        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2) + row[:, new, None] * row
+        variance = (given[:, new] + jitter * prior[:, new]).unsqueeze(-1)
+        if (at_hand * given.square() / variance).sum() <= (known * row.square()).sum():
+            worth_it[new] = False
+            continue
         P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2), value=-1)
         B.addcmul_(weights.unsqueeze(-1), row.unsqueeze(-2), value=-1)
         unexplained += row.square()
         P[:, old], P[:, :, old], B[:, old] = 0, 0, 0
 
-        covariance = _matrix(kernel, candidates[new : new + 1], candidates)[:, 0].double()
-        column = cross[:, :, new].clone()
-        column[:, old] = 0  # what is left of the points
-        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2)
-        deviation = (given[:, new] + jitter * prior[:, new]).sqrt().unsqueeze(-1)
+        deviation = variance.sqrt()
         weights, row = -B[:, :, new] / deviation, given / deviation
         weights[:, old] = 1 / deviation.squeeze(-1)
         P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2))

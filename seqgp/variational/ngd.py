@@ -89,7 +89,7 @@ class DualNGD(NGD):
             strategy.attach(leaves)
         super().__init__([{"params": leaves.tensors} for leaves in self._leaves], num_data, lr)
         for group, leaves in zip(self.param_groups, self._leaves, strict=True):
-            leaves.tensors = group["params"]  # one list, whoever replaces what is in it
+            leaves.tensors = group["params"]  # the same list, so that both see replaced tensors
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

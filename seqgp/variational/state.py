@@ -23,6 +23,7 @@ from linear_operator.operators import (
     DiagLinearOperator,
     TriangularLinearOperator,
 )
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 from torch.distributions import register_kl
 from torch.nn import Module, Parameter
@@ -543,13 +544,29 @@ class DualState(_VariationalStrategy):
                 if not graph:
                     self._cache = cached
                 return cached.state
-            state = self.build(self.placed_points)
+            state = self._built()
             if graph and self.training and not _SITES_ARE_FIXED.get():
                 state = self._watched(state)
             self._cache = _Cached(graph, fingerprint, state)
             if state.chol.requires_grad:  # a backward pass uses the graph up
                 state.chol.register_hook(lambda _: self.clear_cache())
             return state
+
+    def _built(self) -> State:
+        """The state at the present prior.
+
+        With a likelihood that is not log-concave, some sites have negative precision, and a prior
+        that an optimiser has changed meanwhile may have no posterior with them. In a training loop
+        the whitened posterior then stays what it is.
+        """
+        try:
+            return self.build(self.placed_points)
+        except NotPSDError:
+            if not self.learnt_in_loop or self.has_summary:
+                raise
+            self._floating = self.jitter_val
+            self.settle()
+            return self.build(self.placed_points)
 
     def _watched(self, state: State) -> State:
         """A state whose posterior may learn from a backward pass; see `OwnSteps`."""
@@ -845,7 +862,7 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    """Raise in a backward pass whose gradient for q no optimiser would use."""
     raise RuntimeError(
         "This objective cannot teach a DualVariationalStrategy its posterior, which is not a "
         "parameter: it does not ask for kl_divergence(), or the strategy knows of observations "

@@ -1,4 +1,4 @@
-"""`DualVariationalStrategy`: the GPyTorch face of `seqgp.dual`."""
+"""`DualVariationalStrategy`: the GPyTorch interface of `seqgp.dual`."""
 
 from __future__ import annotations
 
@@ -194,6 +194,11 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- what it knows
 
     @property
+    def base_variational_strategy(self) -> DualVariationalStrategy:
+        """The strategy itself. GPyTorch's for several outputs are wrappers of one of this name."""
+        return self
+
+    @property
     def is_conditioned(self) -> bool:
         """Whether this strategy belongs to a conditioned (fantasy) model."""
         return self._observed is not None
@@ -227,7 +232,7 @@ class DualVariationalStrategy(DualState):
             ranks: The processes.
         """
         self.__dict__.pop("ranks", None)
-        if not ranks.alone:  # which is no part of a checkpoint
+        if not ranks.alone:  # which is not part of a checkpoint
             self.ranks = ranks
 
     # ---------------------------------------------------------------- learning
@@ -497,7 +502,7 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            unseen: ``c``, which classes of a softmax nobody has seen yet. The sites of their
+            unseen: ``c``, which classes of a softmax have not been observed. The sites of their
                 latents are those of a bound, `seqgp.likelihoods.softmax.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 

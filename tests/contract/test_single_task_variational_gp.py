@@ -146,6 +146,8 @@ def test_inducing_points_are_chosen_anew(batch_shape: tuple[int, ...], outputs: 
     model.covar_module.lengthscale = 0.2
     Z = model.init_inducing_points(X[..., :10, :])
     assert Z.shape == (*batch_shape, 6, 2)
+    held = model.model.variational_strategy.base_variational_strategy.inducing_points
+    assert_close(held.reshape(Z.shape), Z, 0.0)
     expected = SequentialGP(X, Y, covar_module=model.covar_module, inducing_points=Z, **modules)
     assert_same(*(each.posterior(make_inputs(3, 2)) for each in (model, expected)))
 

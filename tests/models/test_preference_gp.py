@@ -325,6 +325,28 @@ def test_swapping_the_class() -> None:
     assert torch.equal(noisy.mean, ours.posterior(test).mean)
 
 
+def test_a_training_loop() -> None:
+    """Of one's own, as the documentation has it, ends where the fit does."""
+    X, Y = problem()
+    fitted, model = PreferenceGP(X, Y), PreferenceGP(X, Y)
+    fit_gpytorch_mll(DualELBO(fitted.likelihood, fitted))
+    mll = DualELBO(model.likelihood, model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = -mll.with_priors(model.bound()[0], 1)
+        loss.backward()
+        optimizer.step()
+    expected = -DualELBO(fitted.likelihood, fitted).with_priors(fitted.bound()[0], 1)
+    assert abs(float(loss.detach() - expected.detach())) < 1e-3
+    test = torch.rand(5, 2)
+    # The maximum is flat: nearly equal losses have posteriors that differ by more.
+    torch.testing.assert_close(
+        model.posterior(test).mean, fitted.posterior(test).mean, rtol=0.02, atol=0.02
+    )
+
+
 def test_fit_to_easy_comparisons() -> None:
     """Of which the likelihood of large outputscales is largest: they end within their prior."""
     torch.manual_seed(0)

@@ -138,7 +138,9 @@ def test_other_models() -> None:
     figure = Figure()
     (panel,) = seqgp.plots.posterior(binomial, figure.subplots(), show="mean", resolution=8)
     assert panel.get_title() == "proportion"
-    assert 0 <= panel.images[0].get_array().min() <= panel.images[0].get_array().max() <= 1
+    image = panel.images[0].get_array()
+    assert 0 <= image.min() <= image.max() <= 1
+    assert panel.images[0].get_clim() == (image.min(), image.max())  # not from 0 to 1
     shown = torch.as_tensor(panel.collections[-2].get_array().data)
     torch.testing.assert_close(shown, counts.squeeze(-1) / 20)  # the memory, as proportions
     ordinal = SequentialGP(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,9 @@ from seqgp.variational.elbo import DualELBO
 
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
+
+#: Hyperparameters are fitted again when the data have grown by this share, unless told otherwise.
+GROWTH = 0.2
 
 
 class RefittedModel:
@@ -44,7 +48,7 @@ class RefittedModel:
         self,
         X: Tensor,
         Y: Tensor,
-        refit_every: int,
+        refit_every: int | None,
         options: dict[str, Any],
         fit: bool = True,
         fade: Tensor | None = None,
@@ -54,13 +58,16 @@ class RefittedModel:
         Args:
             X: ``n x d`` inputs, with known ones first.
             Y: ``n x 1`` targets.
-            refit_every: The number of new observations after which hyperparameters are fitted.
+            refit_every: The number of new observations after which hyperparameters are fitted. With
+                ``None``, when there are a fifth more, see `GROWTH`.
             options: Options of L-BFGS for fitting hyperparameters.
             fit: Whether hyperparameters are fitted at all.
             fade: ``n``, how much each observation counts; by default once. Only a `SequentialGP`
                 knows how to.
         """
         result = RefittedModel(self.make)
+        if refit_every is None:
+            refit_every = max(round(GROWTH * self.num_fitted), 1)
         if self.base is not None and len(X) - self.num_fitted < refit_every:
             result.base, result.num_fitted = self.base, self.num_fitted
             result.model = self._with_new(X, Y, fade)
@@ -113,7 +120,9 @@ class RefittedModel:
 
 
 def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
-    with X.device:  # BoTorch and GPyTorch make some tensors on the default device
+    # BoTorch and GPyTorch make some tensors on the default device. To change it costs time at each
+    # call of PyTorch, so it is only changed if needed.
+    with nullcontext() if torch.get_default_device() == X.device else X.device:
         return make(X, Y)
 
 
@@ -123,8 +132,7 @@ def _let_fade(model: Model, fade: Tensor | None) -> None:
         return
     if not isinstance(model, SequentialGP):
         raise TypeError(
-            f"discount: expected models that are SequentialGP, whose observations can count less; "
-            f"got a {type(model).__name__}."
+            f"discount: only supported for SequentialGP models, got a {type(model).__name__}."
         )
     model.stream = replace(model.stream, fade=fade.to(model.stream.fade), fades=True)
     model.refresh()

@@ -13,6 +13,7 @@ latents.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
-from seqgp.variational.stationary import covariances
+from seqgp.variational.stationary import covariance_function
 
 #: The loss that is tolerated by default, in nats for each observation.
 TOLERANCE = 0.005
@@ -60,7 +61,8 @@ def _criterion(
     number = torch.ones_like(prior[0]) if represents is None else represents.to(prior)
     A, residual = prior.new_zeros(len(prior), 0, len(candidates)), prior.clone()
     if len(Z):
-        K, cross = _matrix(kernel, Z, Z), _matrix(kernel, Z, candidates)
+        matrix = _matrix_of(kernel)
+        K, cross = matrix(Z, Z), matrix(Z, candidates)
         A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
         residual = (prior - A.square().sum(-2)).clamp_min(0)
     return _Criterion(prior, beta, number, A, residual)
@@ -106,7 +108,8 @@ def choose_inducing_points(
     candidates given ``Z``), while there is room. Then it takes the place of the most redundant
     point, that of which the others leave the least unexplained, as long as this is ``gain`` times
     less than its own. With one kernel, every exchange raises :math:`|K_{zz}|`: points do not come
-    and go.
+    and go. Nor is anything exchanged if that costs more nats than it brings: what has been folded
+    is only known at ``Z``, so that it loses by an exchange, but only what is at hand can gain.
 
     Args:
         Z: ``m x d`` present inducing points; there may be none.
@@ -129,6 +132,7 @@ def choose_inducing_points(
     beta, residual, jitter = parts.precision, parts.residual, relative_jitter(Z.dtype)
     tolerated = tol * parts.number.sum()
     chosen: list[int] = []
+    matrix = _matrix_of(kernel)
     roots = [parts.A]  # rows of the Cholesky factors of the candidates, block by block
     while bool(parts.cost(residual) > tolerated):
         if len(Z) + len(chosen) >= max_points:
@@ -136,7 +140,9 @@ def choose_inducing_points(
             if allocator is None:
                 shares = (parts.number * beta).sum(-1)
                 least = float(2 * tolerated / shares.sum())
-                return _exchange(Z, candidates, kernel, shares / shares.sum(), least, gain)
+                shares = shares / shares.sum()
+                known = parts.number * beta
+                return _exchange(Z, candidates, kernel, shares, known, beta, least, gain)
             union = torch.cat([Z, candidates])
             return allocator.allocate_inducing_points(
                 union, first_kernel(kernel), min(max_points, len(union)), torch.Size()
@@ -144,7 +150,7 @@ def choose_inducing_points(
         pivot = int((beta * residual).sum(0).argmax())
         if len(roots) == 33:  # products with a few large blocks are faster than with many rows
             roots = [torch.cat(roots, -2)]
-        row = _matrix(kernel, candidates[pivot : pivot + 1], candidates)[:, 0]
+        row = matrix(candidates[pivot : pivot + 1], candidates)[:, 0]
         for block in roots:
             row = row - (block[..., pivot].unsqueeze(-2) @ block).squeeze(-2)
         own = row[:, pivot].unsqueeze(-1)
@@ -204,7 +210,8 @@ def explain_residuals(
     parts = _criterion(Z, inputs, kernel, None, None)
     prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
     # Rows of the kernel matrix in parts: there may be many inputs.
-    rows = [_matrix(kernel, part, inputs)[0] @ slope.mT for part in inputs.split(512)]
+    matrix = _matrix_of(kernel)
+    rows = [matrix(part, inputs)[0] @ slope.mT for part in inputs.split(512)]
     left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
     left = each * left - (each - 1) * residual * slope
     tolerated, jitter = tol * len(inputs), relative_jitter(Z.dtype)
@@ -217,7 +224,7 @@ def explain_residuals(
         pivot = int(gains.argmax())
         if not bool(is_new[pivot]):
             break  # what is left is rounding
-        row = _matrix(kernel, inputs[pivot : pivot + 1], inputs)[0, 0]
+        row = matrix(inputs[pivot : pivot + 1], inputs)[0, 0]
         for block in roots:
             row = row - block[:, pivot] @ block
         root = row / residual[pivot].sqrt()
@@ -231,7 +238,14 @@ def explain_residuals(
 
 
 def _exchange(
-    Z: Tensor, candidates: Tensor, kernel: Kernel, shares: Tensor, tolerated: float, gain: float
+    Z: Tensor,
+    candidates: Tensor,
+    kernel: Kernel,
+    shares: Tensor,
+    known: Tensor,
+    at_hand: Tensor,
+    tolerated: float,
+    gain: float,
 ) -> Tensor:
     r"""Redundant points exchanged for candidates, at most each of them once.
 
@@ -247,33 +261,42 @@ def _exchange(
     formulas read backwards. In double precision, in which rounding errors stay far below what is
     decided on. Variances of several kernels are averaged with given ``b`` shares, those that they
     have in the precision of all observations.
+
+    So an exchange costs :math:`\tfrac12 \sum_i n_i \beta_i B_{ji}^2 / P_{jj}` nats, with ``b x n``
+    precisions ``known`` of all observations that the candidates stand for, and brings
+    :math:`\tfrac12 \sum_i \beta_i g_i^2 / s` by those ``at_hand``.
     """
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
     prior = _members(kernel(candidates, diag=True), 1).double()
-    K = _matrix(kernel, Z, Z).double()
-    cross = _matrix(kernel, Z, candidates).double().clone()
+    matrix = _matrix_of(kernel)
+    K, cross = matrix(Z, Z).double(), matrix(Z, candidates).double().clone()
     P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
     B = P @ cross
     unexplained = prior - (cross * B).sum(-2)
+    known, at_hand = known.double(), at_hand.double()
+    worth_it = torch.ones_like(prior[0], dtype=torch.bool)
     exchanged = False
     for _ in range(len(Z)):
         own, left = (share / P.diagonal(dim1=-2, dim2=-1)).sum(0), (share * unexplained).sum(0)
-        old, new = int(own.argmin()), int(left.argmax())
-        if float(left[new]) <= max(tolerated, gain * float(own[old])):
+        old, new = int(own.argmin()), int(left.where(worth_it, 0.0).argmax())
+        if not worth_it[new] or float(left[new]) <= max(tolerated, gain * float(own[old])):
             break
         deviation = P[:, old, old].sqrt().unsqueeze(-1)
         weights, row = P[:, old] / deviation, B[:, old] / deviation
+        covariance = matrix(candidates[new : new + 1], candidates)[:, 0].double()
+        column = cross[:, :, new].clone()
+        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2) + row[:, new, None] * row
+        variance = (given[:, new] + jitter * prior[:, new]).unsqueeze(-1)
+        if (at_hand * given.square() / variance).sum() <= (known * row.square()).sum():
+            worth_it[new] = False
+            continue
         P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2), value=-1)
         B.addcmul_(weights.unsqueeze(-1), row.unsqueeze(-2), value=-1)
         unexplained += row.square()
         P[:, old], P[:, :, old], B[:, old] = 0, 0, 0
 
-        covariance = _matrix(kernel, candidates[new : new + 1], candidates)[:, 0].double()
-        column = cross[:, :, new].clone()
-        column[:, old] = 0  # what is left of the points
-        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2)
-        deviation = (given[:, new] + jitter * prior[:, new]).sqrt().unsqueeze(-1)
+        deviation = variance.sqrt()
         weights, row = -B[:, :, new] / deviation, given / deviation
         weights[:, old] = 1 / deviation.squeeze(-1)
         P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2))
@@ -292,9 +315,10 @@ def first_kernel(kernel: Kernel) -> Kernel:
     return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
 
 
-def _matrix(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
-    """``b x p x n`` covariances of values at ``p x d`` and ``n x d`` inputs."""
-    return _members(covariances(kernel, left, right), 2)
+def _matrix_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
+    """Maps ``p x d`` and ``n x d`` inputs to ``b x p x n`` covariances of values there."""
+    covariances = covariance_function(kernel)
+    return lambda left, right: _members(covariances(left, right), 2)
 
 
 def _members(tensor: Tensor, event_dims: int) -> Tensor:

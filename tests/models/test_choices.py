@@ -225,7 +225,7 @@ def test_learning() -> None:
         (torch.tensor([[0], [1]]), "choices: expected shape n x k"),
         (torch.tensor([[0, 1, 3]]), "from 0 to 2, or -1 for none, got 3"),
         (torch.tensor([[0, 1, -2]]), "got -2"),
-        (torch.tensor([[0, -1, 1]]), "-1 at its end only"),
+        (torch.tensor([[0, -1, 1]]), "-1 only at the end of a row"),
         (torch.tensor([[0, -1, -1]]), "at least two items in each row"),
         (torch.tensor([[0, 1, 2], [0, 1, 1]]), "each item once in a choice, .* in row 1"),
         (torch.tensor([[0.5, 1.0]]), "choices: expected indices of items, which are whole"),
@@ -244,10 +244,10 @@ def test_bad_choices(choices: Tensor, message: str) -> None:
 def test_models_without_choices() -> None:
     X, choices = torch.tensor(ITEMS), torch.tensor(CHOICES)
     plain = PreferenceGP(X, torch.tensor([[0, 1]]), covar_module=make_kernel())
-    with pytest.raises(ValueError, match="BernoulliLikelihood has none; build the model with"):
+    with pytest.raises(ValueError, match="choices: not supported by a BernoulliLikelihood; build"):
         plain.update(X, torch.empty(0, 2), choices=choices)
-    with pytest.raises(ValueError, match="TieLikelihood has none"):
+    with pytest.raises(ValueError, match="choices: not supported by a TieLikelihood"):
         PreferenceGP(X, None, TieLikelihood(), choices=choices)
-    with pytest.raises(ValueError, match="a batch of models learns from comparisons alone"):
+    with pytest.raises(ValueError, match="choices: not supported for a batch"):
         PreferenceGP(X.expand(2, 3, 1), choices=choices)
     assert plain.choices.shape == (0, 2)

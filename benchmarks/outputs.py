@@ -441,7 +441,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         return ["", *lines] if len(lines) > 2 else []
 
     def order(key: str) -> list[Any]:
-        ranks = {name: i for i, name in enumerate((*PAIRS, *SCARCE, *HETEROSCEDASTIC, *PROBLEMS))}
+        names = (*PAIRS, *NOISY, *MIXED, *PROBLEMS, *SCARCE, *HETEROSCEDASTIC)
+        ranks = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return [int(part) if part.isdigit() else ranks.get(part, -1) for part in key.split("/")[1:]]
 
     def spread(rows: list[dict[str, Any]], name: str, digits: int = 3) -> str:

@@ -210,7 +210,9 @@ class AskTell:
         try:
             return torch.as_tensor(values, dtype=dtype, device=self.bounds.device).detach()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name}: expected numbers, got {values!r:.50}.") from error
+            missing = isinstance(values, list | tuple) and None in values
+            hint = "; use NaN where there is no value" if missing else ""
+            raise TypeError(f"{name}: expected numbers, got {values!r:.50}{hint}.") from error
 
     def _outcomes(self, X: Tensor, Y: Any) -> Tensor:
         """Check inputs ``n x d``, and convert outcomes to ``n`` numbers."""

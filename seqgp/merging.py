@@ -65,7 +65,9 @@ def merge(
         (60, True)
     """
     if isinstance(models, str | os.PathLike | SequentialGP):
-        raise TypeError(f"models: expected several, got one {type(models).__name__}.")
+        raise TypeError(
+            f"models: expected a list of models or paths, got one {type(models).__name__}."
+        )
     loaded: list[SequentialGP] = []
     for index, model in enumerate(models):
         model = load(model) if isinstance(model, str | os.PathLike) else model

@@ -453,6 +453,8 @@ def test_what_is_told_and_returned_is_checked() -> None:
     loop, X = BatchOptimizer(unit(), num_initial=2, **FEW), make_inputs(2, 2)
     with pytest.raises(TypeError, match="Y: expected numbers, got 'a'"):
         loop.tell(X, "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Y: .* got \[None, 1.0\]; use NaN where there is no val"):
+        loop.tell(X, [None, 1.0])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="valid: expected numbers, got 'yes'"):
         loop.tell(X, torch.zeros(2), "yes")  # type: ignore[arg-type]
     with pytest.raises(

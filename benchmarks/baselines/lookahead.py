@@ -120,7 +120,8 @@ def fixed_inducing_gains(
     def evaluate(m: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
         return expectations(likelihood, targets, m, v + rest, total_count=total_count)
 
-    return condition_each(mean, own, evaluate, TOLERANCE)
+    gain, fall, _ = condition_each(mean, own, evaluate, TOLERANCE)
+    return gain, fall
 
 
 def joint_sample_reduction(

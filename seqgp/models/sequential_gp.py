@@ -1496,7 +1496,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
-        with fantasize_flag():
+        self._leave_train_mode()
+        with fantasize_flag(), self.variational_strategy.sharing_predictions():
             if X.shape[-2]:
                 noisy = True if observation_noise is None else observation_noise
                 with settings.propagate_grads(propagate_grads):

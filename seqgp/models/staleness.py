@@ -16,6 +16,7 @@ from seqgp.likelihoods.traits import output_latents
 from seqgp.models.protocol import DataModel
 
 
+@torch.no_grad()
 def values_of(model: DataModel) -> Tensor:
     """All numbers that the sites depend on beside the data, one after the other.
 
@@ -32,7 +33,7 @@ def values_of(model: DataModel) -> Tensor:
             found += [t for t in module._parameters.values() if t is not None]
             found += [t for t in module._buffers.values() if t is not None]
             found += [t for t in vars(module).values() if isinstance(t, Tensor)]
-    flat = [tensor.detach().reshape(-1).to(like.device, like.dtype) for tensor in found]
+    flat = [tensor.reshape(-1).to(like.device, like.dtype) for tensor in found]
     return torch.cat(flat) if flat else like.new_empty(0)
 
 

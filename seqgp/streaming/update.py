@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -184,7 +185,10 @@ def update(
         decision = decide(model.stream, num_new, wanted, surprise)
         draft = draft_of(model, decision.learn)
         draft.stream = replace(draft.stream, surprise=0.0 if decision.learn else surprise)
-        parts = _learn(draft, new, num_new, rule, options, memory, decision)
+        # Without learning nothing but the posterior changes.
+        steady = nullcontext() if decision.learn else draft.variational_strategy.steady()
+        with steady:
+            parts = _learn(draft, new, num_new, rule, options, memory, decision)
         elbo, log_density = torch.stack([parts.bound.sum(), density.nanmean()]).tolist()
         if not math.isfinite(elbo):
             check_bound(parts.bound, "Y")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,14 +46,14 @@ from seqgp.dual import (
     transport_matrix,
     zero_duals,
 )
-from seqgp.dual.linalg import relative_jitter
+from seqgp.dual.linalg import broadcast_shapes, relative_jitter
 from seqgp.dual.natural_parameters import natural_factors
 from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
 from seqgp.variational.own_steps import OwnSteps
-from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of
+from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of, values_prior
 
 #: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
 #: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
@@ -72,6 +72,8 @@ TENSORS: Mapping[str, int] = {
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
 _COLLECTIONS = frozenset({dict, OrderedDict, set, list, tuple})
+#: Attributes of every module, of which a prior depends on ``training`` alone.
+_HOUSEKEEPING = frozenset(vars(Module()))
 
 #: Whether an objective is evaluated that holds the sites fixed on purpose.
 _SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
@@ -255,6 +257,7 @@ class DualState(_VariationalStrategy):
             if name in tensors:  # the inducing points have been registered already
                 self.register_buffer(name, tensors[name])
         self._cache: _Cached | None = None
+        self._is_steady = False
         self._own_steps: OwnSteps | None = None  # nor does this
         #: Whether the posterior is that of a training loop, and not that of `converge`.
         self.learnt_in_loop = False
@@ -471,10 +474,10 @@ class DualState(_VariationalStrategy):
         if self._floating is None:
             return
         with _eval_mode(self.model):
-            prior = self.prior_at(self.inducing_points)
-        chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
+            mean, K = values_prior(self.prior_at, self.inducing_points)
         self.reference_points = self.inducing_points.detach().clone()
-        self.reference_mean, self.reference_chol = prior.mean.clone(), chol
+        self.reference_mean = mean.clone()
+        self.reference_chol = scaled_cholesky(K, self._floating)
         self._floating = None
 
     @torch.no_grad()
@@ -526,24 +529,22 @@ class DualState(_VariationalStrategy):
         """
         leaves = self.leaves()
         if leaves is not None:
-            prior = self.prior_at(self.placed_points)
-            return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
+            return self.state_in_loop(leaves, *values_prior(self.prior_at, self.placed_points))
         if self.training:
             _check_prior_is_a_function(self.model)
         self.settle()
         detached = not self.training and settings.detach_test_caches.on()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-            graph, fingerprint = torch.is_grad_enabled(), self._fingerprint()
-            cached, self._cache = self._cache, None
-            if (
-                (detached or same_pass)
-                and cached is not None
-                and cached.graph == graph
-                and cached.fingerprint.matches(fingerprint)
-            ):
-                if not graph:
-                    self._cache = cached
+            graph, cached = torch.is_grad_enabled(), self._cache
+            usable = (detached or same_pass) and cached is not None and cached.graph == graph
+            if cached is not None and usable and self._is_steady and not graph:
                 return cached.state
+            fingerprint = self._fingerprint()
+            if cached is not None and usable and cached.fingerprint.matches(fingerprint):
+                if graph:  # which is good for one pass
+                    self._cache = None
+                return cached.state
+            self._cache = None
             state = self._built()
             if graph and self.training and not _SITES_ARE_FIXED.get():
                 state = self._watched(state)
@@ -616,20 +617,20 @@ class DualState(_VariationalStrategy):
         for module in _prior_modules(self.model):
             if module is not self.model:  # copies of it share its modules
                 owners.append(module)
+                plain.append(module.training)
             for name, value in vars(module).items():
+                if name in _HOUSEKEEPING:
+                    continue
                 kind = type(value)
                 if kind in _PLAIN:
-                    if name != "training" or module is not self.model:
-                        plain.append(value)
+                    plain.append(value)
                 elif kind not in _COLLECTIONS and isinstance(value, Tensor):
                     tensors.append(value)
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for b in module._buffers.values() if b is not None]
-        for name in TENSORS:
-            if name != "inducing_points":
-                tensor = getattr(self, name)
-                owners.append(tensor)
-                plain.append(tensor._version)
+        own = [self._buffers[name] for name in TENSORS if name != "inducing_points"]
+        owners += own
+        plain += [tensor._version for tensor in own]
         plain += [tensor.shape for tensor in tensors]
         device = tensors[0].device
         with torch.no_grad():
@@ -642,11 +643,10 @@ class DualState(_VariationalStrategy):
         points = self.reference_points
         return not moves and Z.shape == points.shape and torch.equal(Z, points)
 
-    def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
+    def _change_of_basis(self, Z: Tensor, mean: Tensor, K: Tensor) -> tuple[Tensor, Basis]:
         """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
-        K = to_dense(prior.lazy_covariance_matrix)
         if self.stays(Z):
-            return self.basis(Z, K, prior.mean)
+            return self.basis(Z, K, mean)
         joint = joint_prior(self.prior_at, Z, self.reference_points, shared=False)
         covariance = to_dense(joint.covariance()) if self.has_summary else None
         return self.basis(Z, K, joint.mean, joint.cross, covariance)
@@ -685,13 +685,13 @@ class DualState(_VariationalStrategy):
             unexplained = covariance - explained_by_Z.mT @ explained_by_Z
         return chol, Basis(transport, reference, shift, unexplained)
 
-    def build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
+    def build(self, Z: Tensor) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
-        prior = self.prior_at(Z) if prior is None else prior
-        chol, basis = self._change_of_basis(Z, prior)
+        mean, K = values_prior(self.prior_at, Z)
+        chol, basis = self._change_of_basis(Z, mean, K)
         duals = moved(Duals(self.dual_lam, self.dual_B), basis)
-        shared = prior.batch_shape.numel() == 1
-        return State(chol, prior.mean, shared, basis, duals, factorise(duals))
+        shared = broadcast_shapes(mean.shape[:-1], K.shape[:-2]).numel() == 1
+        return State(chol, mean, shared, basis, duals, factorise(duals))
 
     def store(
         self,
@@ -721,20 +721,26 @@ class DualState(_VariationalStrategy):
                 "The update led to duals that are not finite; nothing has been changed. "
                 "Check the scale of inputs, targets and hyperparameters."
             )
-        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
-        self.summary_lam, self.summary_B = map(_own, summary.duals)
-        self.summary_square, self.summary_count = summary.square, summary.number
-        if known is not None:  # without asking the device again
-            self._summary_known = self.summary_count, self.summary_count._version, known
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
-        self.dual_lam, self.dual_B = map(_own, duals)
-        self.reference_points = self.inducing_points.detach().clone()
-        # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
-        self.reference_mean = state.prior_mean.detach().clone()
-        self.reference_chol = _own(state.chol)
+        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
+        # All at once, since modules look closely at each attribute that is set.
+        self._buffers.update(
+            summary_lam=_own(summary.duals.lam),
+            summary_B=_own(summary.duals.B),
+            summary_square=summary.square,
+            summary_count=summary.number,
+            dual_lam=_own(duals.lam),
+            dual_B=_own(duals.B),
+            reference_points=self.inducing_points.detach().clone(),
+            # A copy: a constant mean is a view of the very parameter that optimisers move.
+            reference_mean=state.prior_mean.detach().clone(),
+            reference_chol=_own(state.chol),
+            variational_params_initialized=torch.ones_like(self.variational_params_initialized),
+        )
+        if known is not None:  # without asking the device again
+            self._summary_known = self.summary_count, self.summary_count._version, known
         self._floating = None
-        self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
         if not torch.is_grad_enabled():
             # Nothing but the duals is new: what the next prediction needs is at hand.
@@ -779,6 +785,20 @@ class DualState(_VariationalStrategy):
         yield
         self.keep(cached)
 
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """While nobody else changes hyperparameters or inducing points, nor writes to any tensor.
+
+        Factorisations are then used again without a look at all that they were made from.
+        """
+        before = self._is_steady
+        self.state()
+        self._is_steady = True
+        try:
+            yield
+        finally:
+            self._is_steady = before
+
     def clear_cache(self) -> None:
         """Forget the factorisations; the next prediction makes them anew."""
         self._cache = None
@@ -787,7 +807,7 @@ class DualState(_VariationalStrategy):
         # For copies and pickles, neither of which can hold the graph of a forward pass.
         # Nor can a copy have a fingerprint of the modules that it was made from.
         gone = dict.fromkeys(("_cache", "_summary_known", "_leaves", "_own_steps"))
-        return {**self.__dict__, **gone}
+        return {**self.__dict__, **gone, "_is_steady": False}
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()
@@ -835,7 +855,7 @@ class DualState(_VariationalStrategy):
         try:
             with _eval_mode(self.model):
                 state = self.state()
-                K = to_dense(self.prior_at(self.inducing_points).lazy_covariance_matrix)
+                _, K = values_prior(self.prior_at, self.inducing_points)
         except RuntimeError:  # of modules that have been converted before
             return None
         if K.dtype != self.dual_B.dtype:
@@ -879,12 +899,21 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _prior_modules(module: Module) -> Iterator[Module]:
+def _prior_modules(module: Module) -> list[Module]:
     """The modules that a model's prior may depend on: all but strategies and likelihoods."""
-    yield module
-    for child in module._modules.values():
-        if child is not None and not isinstance(child, _VariationalStrategy | Likelihood):
-            yield from _prior_modules(child)
+    found = [module]
+    for each in found:  # which grows
+        for child in each._modules.values():
+            kind: Any = type(child)  # hashable, as all classes are
+            if child is not None and _is_of_prior(kind):
+                found.append(child)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _is_of_prior(kind: type[Module]) -> bool:
+    """Remembered, as the question is asked of abstract classes, which take long to answer."""
+    return not issubclass(kind, _VariationalStrategy | Likelihood)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -102,6 +103,32 @@ class _Correction(NamedTuple):
     explained: Tensor  # ... x m x q, (I - W^-1) A at the observed inputs
 
 
+class _Moments(NamedTuple):
+    """The posterior of what is observed."""
+
+    prior_mean: Tensor  # ... [x c] x q
+    centred: Tensor  # ... [x c] x q, posterior mean minus prior mean
+    covariance: Tensor  # ... x q x q
+    explained: Tensor  # ... x m x q, (I - W^-1) A
+
+
+class _Prediction(NamedTuple):
+    """What has been computed for one prediction."""
+
+    x: Tensor  # as it was given
+    state: State
+    prior_mean: Tensor  # ... x n
+    prior_covariance: LinearOperator  # ... x n x n
+    A: Tensor  # ... x m x n
+    explained: Tensor  # ... x m x n, (I - W^-1) A
+
+    def moments(self) -> _Moments:
+        """The same as conditioning wants it."""
+        covariance = to_dense(self.prior_covariance) - self.A.mT @ self.explained
+        centred = posterior_mean(self.A, self.state.factors)
+        return _Moments(self.prior_mean, centred, covariance, self.explained)
+
+
 class DualVariationalStrategy(DualState):
     r"""A variational strategy that stores the posterior as sums over observations (duals).
 
@@ -172,6 +199,8 @@ class DualVariationalStrategy(DualState):
         self._past: tuple[Tensor, float, Past] | None = None
         self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
+        # Within `sharing_predictions`, the latest one.
+        self._predictions: list[_Prediction] | None = None
         self.is_fantasy = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +209,7 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = state["_coincident"] = None
+        state["_whitened"] = state["_coincident"] = state["_predictions"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations either
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
@@ -740,7 +769,7 @@ class DualVariationalStrategy(DualState):
                     f"{kinds[1]}; pass the same object each time."
                 )
             data = self._observed.data.append(data)
-        strategy.observe(data, likelihood, tol, max_steps)
+        strategy.observe(*self._moments_of(data), data, likelihood, tol, max_steps)
         return fantasy
 
     # ---------------------------------------------------------------- predictions
@@ -766,9 +795,10 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
+        given = x
         x, forward = self._with_latents(x), self.prior_at
-        if not self.training:
-            # The covariance, and gradients, may be evaluated when the model has moved on.
+        if not self.training and torch.is_grad_enabled():
+            # Gradients may be evaluated when the model has moved on.
             forward = frozen_prior(forward)
         state, prior = self._pass(x, forward)
         A = solve_lower(state.chol, prior.cross)
@@ -790,10 +820,14 @@ class DualVariationalStrategy(DualState):
             # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite. It
             # is relative to the variance at the inducing points, which is at hand.
             scale = state.chol.square().sum(-1).mean(-1, keepdim=True)
+            E, prior_covariance = explained(A, state.factors), prior.covariance()
+            if self._predictions is not None:
+                known = _Prediction(given, state, prior.mean, prior_covariance, A, E)
+                self._predictions[:] = [known]
             covariance = PosteriorCovariance(
-                prior.covariance(),
+                prior_covariance,
                 A,
-                explained(A, state.factors),
+                E,
                 (self.jitter_val * scale).expand(*scale.shape[:-1], x.shape[-2]),
                 reduction,
                 sign,
@@ -889,6 +923,10 @@ class DualVariationalStrategy(DualState):
             self.inducing_points.dtype,
             _OPTIONS,
         )
+        # A tensor of the user's may hold other numbers when it is passed again: what is known of
+        # inputs is found by who they are, see `whitened`.
+        if not conditioned:
+            data = replace(data, inputs=data.inputs.view_as(data.inputs))
         return data, likelihood
 
     def prior(self, data: Observations, shared: bool) -> Prior:
@@ -1010,13 +1048,33 @@ class DualVariationalStrategy(DualState):
             self.__dict__[name] = other.__dict__[name]
         self.keep(cached)
 
-    def _moments(self, state: State, data: Observations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` of what is observed."""
+    @contextmanager
+    def sharing_predictions(self) -> Iterator[None]:
+        """Within it, to condition at the very inputs of the latest prediction is cheaper.
+
+        Nothing that predictions depend on is to change meanwhile, see `steady`.
+        """
+        self._predictions = []
+        try:
+            with self.steady():
+                yield
+        finally:
+            self._predictions = None
+
+    def _moments_of(self, data: Observations) -> tuple[State, _Moments]:
+        """The present state, and what it says of observations."""
+        for known in self._predictions or ():
+            if known.x is data.inputs and data.coefficients is None:
+                return known.state, known.moments()
+        state = self.state()
+        return state, self._moments(state, data)
+
+    def _moments(self, state: State, data: Observations) -> _Moments:
+        """What a state says of observations."""
         prior = self.prior(data, state.shared)
         A = solve_lower(state.chol, prior.cross)
-        explained_A = explained(A, state.factors)
-        covariance = to_dense(prior.covariance()) - A.mT @ explained_A
-        return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
+        E, covariance = explained(A, state.factors), prior.covariance()
+        return _Prediction(data.inputs, state, prior.mean, covariance, A, E).moments()
 
     def _observed_cross(self, x: Tensor, shared: bool, forward: Forward) -> Tensor:
         """``... x q x n`` prior covariance of what was observed with values at ``... x n x d``."""
@@ -1029,17 +1087,26 @@ class DualVariationalStrategy(DualState):
         c = c if self.num_latents is None else c.unsqueeze(-3)
         return contract(cross.mT, c).mT
 
-    def observe(self, data: Observations, likelihood: Likelihood, tol: float, steps: int) -> None:
+    def observe(
+        self,
+        state: State,
+        moments: _Moments,
+        data: Observations,
+        likelihood: Likelihood,
+        tol: float,
+        steps: int,
+    ) -> None:
         """Condition this strategy, that of a copied model, on observations outside of Z.
 
         Args:
+            state: The present state.
+            moments: What it says of the observations.
             data: All observations outside of Z.
             likelihood: Their likelihood.
             tol: Relative tolerance for the sites.
             steps: The largest number of iterations.
         """
-        state = self.state()
-        prior_mean, centred, covariance, explained_A = self._moments(state, data)
+        prior_mean, centred, covariance, explained_A = moments
         conditioned, _ = condition(
             centred + prior_mean,
             covariance,

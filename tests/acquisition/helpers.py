@@ -11,7 +11,10 @@ from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from tests.helpers import make_inputs
 from tests.models.helpers import data
 
-THRESHOLD = {"gaussian": 0.4, "fixed_noise": 0.4, "heteroscedastic": 0.4, "poisson": 1.3}
+THRESHOLD = {
+    **dict.fromkeys(("gaussian", "fixed_noise", "heteroscedastic", "censored", "student_t"), 0.4),
+    **dict.fromkeys(("gamma", "poisson"), 1.3),
+}
 NAMES = [
     *("gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson"),
     "heteroscedastic",

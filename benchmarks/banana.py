@@ -144,7 +144,7 @@ def measure(
                 stream,
                 Z=model.variational_strategy.inducing_points.detach().clone(),
                 lengthscale=model.covar_module.base_kernel.lengthscale.item(),
-                variance=float(model.covar_module.outputscale),
+                variance=model.covar_module.outputscale.item(),
             )
         reference = probability(partial(ours.latent, model), grid())
         panels, curve = [], []

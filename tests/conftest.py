@@ -126,8 +126,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     tests: Counter[str] = Counter()
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if isinstance(report, pytest.TestReport):
-            files[report.nodeid.partition("::")[0]] += report.processor_seconds
-            tests[report.nodeid] += report.processor_seconds
+            seconds = getattr(report, "processor_seconds", 0.0)  # none if a worker has died
+            files[report.nodeid.partition("::")[0]] += seconds
+            tests[report.nodeid] += seconds
     terminalreporter.section(f"{files.total():.0f} processor seconds")
     for name, seconds in [*files.most_common(), *tests.most_common(100)]:
         terminalreporter.write_line(f"{seconds:8.1f}  {name}")

@@ -310,7 +310,7 @@ def test_copies_are_independent() -> None:
     ("options", "error", "message"),
     [
         ({"threshold": None}, ValueError, "threshold: required"),
-        ({"threshold": 1.5}, ValueError, "threshold: expected a value in the range"),
+        ({"threshold": 1.5}, ValueError, "threshold: expected a probability between 0 and 1"),
         ({"criterion": "eavc"}, ValueError, "criterion: expected one of"),
         ({"bounds": None}, TypeError, "bounds: required"),
         ({"num_restart": 2}, TypeError, "did you mean num_restarts"),

@@ -123,7 +123,7 @@ def test_bad_directions(monotonic: Any) -> None:
 
 def test_only_for_labels() -> None:
     options: dict[str, Any] = {"threshold": 0.75, "monotonic": {1: 1}}
-    with pytest.raises(ValueError, match="expected a BernoulliLikelihood"):
+    with pytest.raises(ValueError, match="only supported for a BernoulliLikelihood"):
         ActiveLearner(torch.tensor(BOUNDS), likelihood=PsychometricLikelihood(), **options)
     with pytest.raises(ValueError, match="not of make_model"):
         ActiveLearner(torch.tensor(BOUNDS), make_model=SequentialGP, **options)

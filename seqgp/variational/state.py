@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -904,13 +903,16 @@ def _prior_modules(module: Module) -> list[Module]:
     """The modules that a model's prior may depend on: all but strategies and likelihoods."""
     found = [module]
     for each in found:  # which grows
-        children = each._modules.values()
-        found += [child for child in children if child is not None and _is_of_prior(type(child))]
+        for child in each._modules.values():
+            kind: Any = type(child)  # hashable, as all classes are
+            if child is not None and _is_of_prior(kind):
+                found.append(child)
     return found
 
 
 @lru_cache(maxsize=256)
 def _is_of_prior(kind: type[Module]) -> bool:
+    """Remembered, as the question is asked of abstract classes, which take long to answer."""
     return not issubclass(kind, _VariationalStrategy | Likelihood)
 
 

@@ -107,8 +107,7 @@ class StationaryCovariance(LinearOperator):
         return self.to_dense() @ rhs
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        inputs = self.inputs.expand(*batch_shape, *self.inputs.shape[-2:])
-        return StationaryCovariance(inputs, *self.kernel)
+        return self.kernel.covariance(self.inputs.expand(*batch_shape, *self.inputs.shape[-2:]))
 
 
 def stationary(kernel: Kernel) -> Stationary | None:

@@ -64,6 +64,7 @@ def test_copula() -> None:
     assert_close(copula(Y), torch.tensor(expected), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 def test_loop() -> None:
     """It stays in the region, improves, and starts again when the region is too short."""
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [3.0, 3.0, 3.0]])

@@ -128,7 +128,7 @@ def test_streams_are_not_in_a_state() -> None:
     model, X = stream(), make_inputs(5, 2)
     other = SequentialGP(X, X[:, :1], covar_module=make_kernel())
     before = other.posterior(X)
-    with pytest.raises(ValueError, match=r"of a stream.*seqgp\.load"):
+    with pytest.raises(ValueError, match=r"from a stream.*seqgp\.load"):
         other.load_state_dict(model.state_dict())
     assert_same(other.posterior(X), before, tol=0)
     # The hyperparameters alone can be had, and a stream can have those of other models.

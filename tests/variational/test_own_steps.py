@@ -37,6 +37,7 @@ from tests.helpers import (
     make_inputs,
     problem,
     state_of,
+    unscaled,
 )
 from tests.variational.test_ngd import LOOPS, Regression, ours, targets
 
@@ -191,6 +192,7 @@ def test_minibatches_learn_as_well_as_stock_svgp(labels: bool) -> None:
     assert losses[0] < losses[1]
 
 
+@unscaled
 def test_the_loop_of_single_task_variational_gp() -> None:
     """BoTorch's class and ours in the same loop, with and without targets at construction."""
     X = make_inputs(60, 2)
@@ -231,6 +233,7 @@ def test_a_model_with_data_converges_afterwards() -> None:
     assert_close(found.mean, model.posterior(data.test).mean, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
     ("make", "outputs", "batch_shape"),

@@ -309,34 +309,10 @@ class SequentialMultiTaskGP(SequentialGP):
             prior: Return the prior instead.
             kwargs: Passed to the variational strategy.
         """
-        if self.training:
-            self._put_on_tasks()
         f: Any = super().__call__(inputs, prior=prior, **kwargs)
         if self.training and not prior:
             f.arguments = self.task_arguments(inputs)
         return f
-
-    def train(self, mode: bool = True) -> SequentialMultiTaskGP:
-        """Set train or eval mode."""
-        if not mode and self.training:
-            self._put_on_tasks()
-        super().train(mode)
-        return self
-
-    @torch.no_grad()
-    def _put_on_tasks(self) -> None:
-        """Put inducing points that are learnt on the nearest task.
-
-        The task column has no gradient, but weight decay moves it nevertheless.
-        """
-        Z = self.variational_strategy.inducing_points
-        if not Z.requires_grad or not Z.numel() or not hasattr(self, "all_tasks"):
-            return
-        tasks = Z.new_tensor([float(t) for t in self.all_tasks])
-        column = Z[..., self.task_feature]
-        nearest = tasks[(column.unsqueeze(-1) - tasks).abs().argmin(-1)]
-        if not torch.equal(nearest, column):
-            column.copy_(nearest)
 
     def task_arguments(self, X: Tensor) -> dict[str, Tensor]:
         """What the likelihood needs to know of observations at inputs with a task column.

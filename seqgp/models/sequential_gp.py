@@ -671,6 +671,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
+            self.variational_strategy.keep_placed()
             inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
@@ -687,6 +688,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
+        if self.training and not mode:
+            self.variational_strategy.keep_placed()
         return torch.nn.Module.train(self, mode)
 
     def eval(self) -> SequentialGP:

@@ -262,6 +262,8 @@ class DualState(_VariationalStrategy):
         #: Whether the posterior is that of a training loop, and not that of `converge`.
         self.learnt_in_loop = False
         self._summary_known: tuple[Tensor, int, bool] | None = None
+        # Discrete columns of the inducing points, as they were placed: see `keep_placed`.
+        self._placed: Tensor | None = None
 
     # ---------------------------------------------------------------- what it knows
 
@@ -274,6 +276,22 @@ class DualState(_VariationalStrategy):
         fixed = Z.detach()
         columns = [(fixed if i in self.discrete_dims else Z)[..., i] for i in range(Z.shape[-1])]
         return torch.stack(columns, -1)
+
+    @torch.no_grad()
+    def keep_placed(self) -> None:
+        """Put discrete columns of the inducing points back if an optimiser has moved them.
+
+        They have no gradient, but weight decay moves them nevertheless. Training loops call it
+        with each forward pass.
+        """
+        Z = self.inducing_points
+        if not self.discrete_dims or not Z.requires_grad:
+            return
+        columns = list(self.discrete_dims)
+        if self._placed is None:
+            self._placed = Z[..., columns].clone()
+        elif not torch.equal(Z[..., columns], self._placed):
+            Z[..., columns] = self._placed
 
     @property
     def jitter_val(self) -> float:
@@ -422,6 +440,8 @@ class DualState(_VariationalStrategy):
                 setattr(self, name, value)
         if "reference_chol" in tensors:
             self._floating = None
+        if "inducing_points" in tensors:
+            self._placed = None
         self.clear_cache()
 
     @property
@@ -816,6 +836,7 @@ class DualState(_VariationalStrategy):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        self._placed = None
         if prefix + "reference_chol" in state_dict:
             self._floating = None
         # The number of inducing points and the batch shape of the duals may have changed.
@@ -834,6 +855,7 @@ class DualState(_VariationalStrategy):
         jitter = None
         if dtype.is_floating_point and dtype != Z.dtype:
             jitter = self._prepare_for(dtype)
+        self._placed = None
         self.clear_cache()
         result = super()._apply(fn, *args, **kwargs)
         # Whitened duals survive a change of precision, the factor that they were made with does

@@ -2,7 +2,7 @@
 
 All ways start from the same trials, until both responses have been seen, and share random numbers.
 Each has its defaults: AEPsych refits its model after every trial, ours learns hyperparameters when
-there are a fifth more trials, and is conditioned in between. AEPsych runs in an environment of its
+there are a tenth more trials. AEPsych runs in an environment of its
 own, if ``$AEPSYCH_PYTHON`` is the path of its Python (tested with AEPsych 0.8.0); otherwise its
 rows are skipped.
 """

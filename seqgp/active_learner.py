@@ -91,8 +91,8 @@ class ActiveLearner(AskTell):
         max_initial: The number of trials after which the model is used in any case. By default
             ten times ``num_initial``.
         refit_every: The number of new trials after which hyperparameters are fitted again, starting
-            from the last ones. By default when there are a fifth more trials, as for streams. In
-            between, the model is conditioned on new trials.
+            from the last ones. By default when there are a tenth more trials. In between, the model
+            learns from all trials at the last hyperparameters.
         make_model: Makes an unfitted `SequentialGP` from data. By default with a Matern kernel, and
             for labels a prior on the constant mean.
         fit_options: Options of L-BFGS for fitting hyperparameters.
@@ -186,7 +186,7 @@ class ActiveLearner(AskTell):
         self.make_model = make_model or self._default_model
         self.num_fantasies, self.num_batch_fantasies = num_fantasies, num_batch_fantasies
         self.Y = self.bounds.new_empty(0)
-        self._learner = RefittedModel(self.make_model)
+        self._learner = RefittedModel(self.make_model, reconverge=True)
 
     # ---------------------------------------------------------------- ask and tell
 
@@ -337,7 +337,7 @@ class ActiveLearner(AskTell):
         """
         X, pending = self._check_state(state)
         Y = state["Y"].to(self.bounds)
-        learner = RefittedModel(self.make_model)
+        learner = RefittedModel(self.make_model, reconverge=True)
         learner.load_state_dict(state["model"], X, Y.unsqueeze(-1))
         self._become(X=X, Y=Y, pending=pending, _learner=learner)
 

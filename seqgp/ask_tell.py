@@ -28,7 +28,7 @@ class AskTell:
         bounds: ``2 x d`` bounds of the inputs, lower bounds first.
         num_initial: The number of outcomes before models are used. By default ``2 (d + 1)``.
         refit_every: The number of new outcomes after which hyperparameters are fitted again. With
-            ``None``, when there are a fifth more.
+            ``None``, when there are a tenth more.
         fit_options: Options of L-BFGS for fitting hyperparameters.
         seed: Seed of all random numbers.
         options: Options of BoTorch's optimisers of acquisition functions.

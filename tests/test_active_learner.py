@@ -166,19 +166,33 @@ def test_a_hundred_labels_of_one_kind() -> None:
     assert loop.expected_outcome(unit()[1:])[0] < 0.95
 
 
-def test_learns_when_there_are_a_fifth_more() -> None:
+def test_learns_when_there_are_a_tenth_more() -> None:
     """And at once when the second kind of label is seen for the first time."""
     loop = learner(0)
-    loop.tell(make_inputs(12, 2), torch.ones(12))
+    loop.tell(make_inputs(22, 2), torch.ones(22))
     unlearnt = loop.model.covar_module.outputscale.item()
     fitted = []
-    for n in range(12, 20):
+    for n in range(22, 28):
         X = make_inputs(n + 1, 2)[n:]
-        loop.tell(X, torch.tensor([float(n != 13)]))
+        loop.tell(X, torch.tensor([float(n != 22)]))
         fitted.append(loop._learner.num_fitted)
         assert loop.model.train_inputs[0].shape[-2] == n + 1
-        assert (loop.model.covar_module.outputscale.item() == unlearnt) == (n < 13)
-    assert fitted == [12, 14, 14, 14, 17, 17, 17, 20]
+        assert (loop.model.covar_module.outputscale.item() == unlearnt) is False
+    assert fitted == [23, 23, 25, 25, 27, 27]
+    same = loop.model.covar_module.state_dict()
+    loop.tell(loop.X[:1], loop.Y[:1])
+    again = SequentialGP(
+        loop.X,
+        loop.Y.unsqueeze(-1),
+        likelihood=loop.likelihood,
+        covar_module=copy.deepcopy(loop.model.covar_module),
+        mean_module=copy.deepcopy(loop.model.mean_module),
+        input_transform=copy.deepcopy(loop.model.input_transform),
+    )
+    X = make_inputs(9, 2)
+    for name, value in loop.model.covar_module.state_dict().items():
+        assert torch.equal(value, same[name])
+    assert_close(loop.expected_outcome(X)[0], again.predict_proba(X)[:, 1], 1e-6)
 
 
 def test_options_of_the_space() -> None:

@@ -968,10 +968,10 @@ def test_duel_optimizer() -> None:
     on_both(action)
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_active_learner(pooled: bool) -> None:
+@pytest.mark.parametrize("way", ["pool", "search", "gradient"])
+def test_active_learner(way: str) -> None:
     def action(device: torch.device) -> Any:
-        pool = points(device, 9) if pooled else None
+        pool = points(device, 9) if way == "pool" else None
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
         learner, other = (
             ActiveLearner(
@@ -980,7 +980,7 @@ def test_active_learner(pooled: bool) -> None:
                 threshold=0.5,
                 fit_options={"maxiter": 0},
                 locations=points(device, 9),
-                **({} if pooled else SMALL),
+                **(SMALL if way == "gradient" else {}),
             )
             for _ in range(2)
         )

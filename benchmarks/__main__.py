@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 START = "<!-- how current: python -m benchmarks report -->"
 #: Benchmarks whose whole table is on that page, below a comment of its own.
-ON_PAGE = ("attack",)
+ON_PAGE = ("attack", "levelsets")
 
 
 def parser() -> argparse.ArgumentParser:

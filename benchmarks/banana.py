@@ -143,8 +143,8 @@ def measure(
             stream = replace(
                 stream,
                 Z=model.variational_strategy.inducing_points.detach().clone(),
-                lengthscale=float(model.covar_module.base_kernel.lengthscale),
-                variance=float(model.covar_module.outputscale),
+                lengthscale=model.covar_module.base_kernel.lengthscale.item(),
+                variance=model.covar_module.outputscale.item(),
             )
         reference = probability(partial(ours.latent, model), grid())
         panels, curve = [], []
@@ -167,7 +167,7 @@ def measure(
 def _hyperparameters(kernel: Any) -> dict[str, float]:
     return {
         "lengthscale": round(kernel.base_kernel.lengthscale.item(), 4),
-        "variance": round(float(kernel.outputscale), 4),
+        "variance": round(kernel.outputscale.item(), 4),
     }
 
 

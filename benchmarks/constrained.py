@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from botorch.models.transforms import Standardize
-from botorch.test_functions import Hartmann
+from botorch.test_functions import Ackley, Hartmann
 from botorch.test_functions.synthetic import (
     ConstrainedGramacy,
     ConstrainedHartmann,
@@ -29,6 +29,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
+from benchmarks.baselines.scbo import SCBO
 from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
 from seqgp import SequentialGP
@@ -38,14 +39,36 @@ from seqgp.batch_optimizer import BatchOptimizer
 BATCH = 3
 OPTIMIZE: dict[str, Any] = {"num_restarts": 4, "raw_samples": 256, "options": {"maxiter": 40}}
 FIT = {"maxiter": 50}
+
+
+class ConstrainedAckley(Ackley, ConstrainedSyntheticTestFunction):
+    """Ackley's function with two constraints of Eriksson and Poloczek (2021), in 20 dimensions.
+
+    The sum of the inputs is at most zero, and their norm at most 14. (The domain is smaller than
+    that of the paper, and the ball larger: about a tenth of random points are valid. Otherwise
+    pass and fail alone would not tell where to begin.) The optimum is where the sum is zero.
+    """
+
+    num_constraints = 2
+
+    def __init__(self, noise_std: None = None, negate: bool = False) -> None:
+        super().__init__(dim=20, noise_std=noise_std, negate=negate, bounds=[(-5.0, 6.0)] * 20)
+
+    def _evaluate_slack_true(self, X: Tensor) -> Tensor:
+        return torch.stack([-X.sum(-1), 14 - X.norm(dim=-1)], -1)
+
+
 #: Problem, initial evaluations, evaluations in all.
 PROBLEMS: dict[str, tuple[Callable[..., ConstrainedSyntheticTestFunction], int, int]] = {
     "Gramacy": (ConstrainedGramacy, 6, 30),
     "Hartmann": (ConstrainedHartmann, 24, 48),
+    "Ackley (20-d)": (ConstrainedAckley, 40, 160),
 }
 WAYS = {
     "learnt": "failures learnt (ours)",
+    "region": "failures learnt, in a trust region (ours)",
     "qlognei": "qLogNEI, Gaussian 0/1",
+    "scbo": "SCBO, Gaussian 0/1",
     "penalised": "failures have the worst value",
     "random": "random",
 }
@@ -97,6 +120,8 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
             X = torch.cat([X, draw_sobol_samples(bounds, number, 1, seed=1000 + seed).squeeze(1)])
         elif way == "qlognei":
             X = run_qlognei(X, evaluate, evaluations, bounds)
+        elif way == "scbo":
+            X = run_scbo(X, evaluate, evaluations, bounds, seed)
         else:
             X = run_ours(X, evaluate, evaluations, bounds, way, seed)
     Y, valid = evaluate(X)
@@ -110,9 +135,15 @@ def measure(name: str, way: str, seed: int, evaluations: int) -> dict[str, Any]:
 def run_ours(
     X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor, way: str, seed: int
 ) -> Tensor:
-    """The loop: as it is, or with the worst value for failures."""
+    """The loop: as it is, in a trust region, or with the worst value for failures."""
     loop = BatchOptimizer(
-        bounds, num_initial=1, refit_every=BATCH, fit_options=FIT, seed=seed, **OPTIMIZE
+        bounds,
+        num_initial=1,
+        refit_every=BATCH,
+        fit_options=FIT,
+        seed=seed,
+        trust_region=way == "region",
+        **OPTIMIZE,
     )
     asked = X
     while True:
@@ -138,6 +169,16 @@ def run_qlognei(X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor) -> T
             new = draw_sobol_samples(bounds, BATCH, 1, seed=len(X)).squeeze(1)
         X = torch.cat([X, new])
     return X
+
+
+def run_scbo(X: Tensor, evaluate: Any, evaluations: int, bounds: Tensor, seed: int) -> Tensor:
+    """SCBO; after a restart as many initial points as at first."""
+    loop = SCBO(bounds, BATCH, len(X), FIT, seed)
+    while True:
+        loop.tell(X, *evaluate(X))
+        if len(loop.X) >= evaluations:
+            return loop.X
+        X = loop.ask()
 
 
 def measure_cost(m: int, q: int, rounds: int = 3) -> dict[str, Any]:
@@ -213,7 +254,7 @@ def plot(curves: dict[str, dict[str, Tensor]], directory: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    colours = dict(zip(WAYS.values(), ("C3", "C4", "C0", "C7"), strict=True))
+    colours = dict(zip(WAYS.values(), ("C3", "C2", "C4", "C1", "C0", "C7"), strict=True))
     figure, axes = plt.subplots(
         1, len(curves), figsize=(5.5 * len(curves), 4), layout="constrained", squeeze=False
     )

@@ -1,9 +1,10 @@
 """Level sets of simulated observers, trial by trial: against AEPsych and random trials.
 
 All ways start from the same trials, until both responses have been seen, and share random numbers.
-Each refits its model after every trial. AEPsych runs in an environment of its own, if
-``$AEPSYCH_PYTHON`` is the path of its Python (tested with AEPsych 0.8.0); otherwise its rows are
-skipped.
+Each has its defaults: AEPsych refits its model after every trial, ours learns hyperparameters when
+there are a tenth more trials. AEPsych runs in an environment of its
+own, if ``$AEPSYCH_PYTHON`` is the path of its Python (tested with AEPsych 0.8.0); otherwise its
+rows are skipped.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ def measure_aepsych(python: str, name: str, way: str, seed: int, trials: int) ->
 
 
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
-    """Scores at the end and seconds a trial, by observer and way."""
+    """Scores half-way and at the end, and seconds a trial, by observer and way."""
     lines = [
-        "Level sets after all trials: Brier score of the probability to belong to the level set, "
-        "share of errors (mean +- standard error over seeds), and processor seconds a trial "
-        "(median):",
+        "Level sets: Brier score of the probability to belong to the level set, half-way and after "
+        "all trials, share of errors after all trials (mean +- standard error over seeds), and "
+        "processor seconds a trial (median; mean without the first trial of a run, in which "
+        "modules are imported):",
     ]
     for name, observer in OBSERVERS.items():
         lines += [
@@ -121,8 +123,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
             f"{name}, {observer.threshold:.0%}, {observer.trials} trials of which "
             f"{observer.initial} or more are initial:",
             "",
-            "| | Brier score | error | seconds a trial | seeds |",
-            "|---|---|---|---|---|",
+            "| | Brier score half-way | Brier score | error | seconds a trial | mean | seeds |",
+            "|---|---|---|---|---|---|---|",
         ]
         by_way = {
             way: {
@@ -137,12 +139,29 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         seeds = sorted(set.intersection(*present)) if present else []
         for way, label in WAYS.items():
             rows = [by_way[way][seed] for seed in seeds if by_way[way]]
-            if rows:
-                last = [row["scores"][max(row["scores"], key=int)] for row in rows]
-                cells = [_mean([score[key] for score in last]) for key in ("brier", "error")]
-                seconds = statistics.median(s for row in rows for s in row["trial_seconds"])
-                lines.append(f"| {label} | {cells[0]} | {cells[1]} | {seconds:.2f} | {len(rows)} |")
+            if not rows:
+                continue
+            half = [_half_way(row["scores"])["brier"] for row in rows]
+            last = [row["scores"][max(row["scores"], key=int)] for row in rows]
+            cells = [half, *([score[key] for score in last] for key in ("brier", "error"))]
+            seconds = statistics.median(s for row in rows for s in row["trial_seconds"])
+            mean = statistics.mean(s for row in rows for s in _after_first(row["trial_seconds"]))
+            lines.append(
+                f"| {label} | {' | '.join(map(_mean, cells))} | {seconds:.2f} | {mean:.2f} "
+                f"| {len(rows)} |"
+            )
     return "\n".join(lines)
+
+
+def _half_way(scores: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The first score after half of the trials, or the last one."""
+    numbers = sorted(map(int, scores))
+    return scores[str(next(n for n in numbers if 2 * n >= numbers[-1]))]
+
+
+def _after_first(seconds: list[float]) -> list[float]:
+    """All but the first, if there are others."""
+    return seconds[1:] or seconds
 
 
 def _mean(values: list[float]) -> str:

@@ -34,6 +34,7 @@ from gpytorch.priors import GammaPrior
 from torch import Tensor
 
 from benchmarks.baselines.qlognei import qlognei_batch
+from benchmarks.baselines.scbo import SCBO
 from benchmarks.known_warnings import known_warnings
 from benchmarks.lander import CONSTANTS, DIMENSION, Lander, bounds
 from benchmarks.runner import Options, Unit
@@ -48,7 +49,9 @@ WAYS = {
     "fantasies": "fantasies, batches of 3",
     "sequential": "one at a time",
     "believer": "Kriging believer, batches of 3",
+    "region": "trust region, batches of 3",
     "qlognei": "qLogNEI, Gaussian 0/1, batches of 3",
+    "scbo": "SCBO, Gaussian 0/1, batches of 3",
     "random": "random",
     "committee": "committee of three models, batches of 3",
     "committee one at a time": "committee of three models, one at a time",
@@ -174,6 +177,8 @@ def measure(way: str, seed: int, evaluations: int, episodes: int) -> dict[str, A
             judge(bounds()[1] * torch.rand(evaluations - INITIAL, DIMENSION).to(X))
         elif way == "qlognei":
             run_qlognei(X, *judge(X), judge, evaluations)
+        elif way == "scbo":
+            run_scbo(X, *judge(X), judge, evaluations, seed)
         elif way.startswith("committee"):
             q = BATCH if way == "committee" else 1
             run_committee(X, *evaluate(X), evaluate, evaluations, q, episodes, seed, common)
@@ -184,6 +189,7 @@ def measure(way: str, seed: int, evaluations: int, episodes: int) -> dict[str, A
                 make_objective=make_objective,
                 make_validity=make_validity,
                 seed=seed,
+                trust_region=way == "region",
                 **common,
             )
             optimizer.tell(X, *judge(X))
@@ -206,6 +212,22 @@ def run_qlognei(X: Tensor, Y: Tensor, valid: Tensor, evaluate: Any, evaluations:
         new_Y, new_valid = evaluate(candidates)
         X, Y = torch.cat([X, candidates]), torch.cat([Y, new_Y])
         valid = torch.cat([valid, new_valid])
+
+
+def run_scbo(
+    X: Tensor, Y: Tensor, valid: Tensor, evaluate: Any, evaluations: int, seed: int
+) -> None:
+    """SCBO, with the same kernel for the reward and its own transform of it."""
+
+    def kernel() -> Kernel:
+        of_reward = get_covar_module_with_dim_scaled_prior(DIMENSION, use_rbf_kernel=False)
+        return ScaleKernel(of_reward).to(X)
+
+    loop = SCBO(bounds(), BATCH, INITIAL, FIT, seed, kernel)
+    loop.tell(X, Y, valid)
+    while len(loop.X) < evaluations:
+        X = loop.ask()
+        loop.tell(X, *evaluate(X))
 
 
 def run_committee(
@@ -309,7 +331,7 @@ def plot(curves: dict[str, Tensor], directory: Path) -> str:
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for (label, runs), colour in zip(
-        curves.items(), ("C3", "C0", "C2", "C4", "C7", "C1", "C9"), strict=False
+        curves.items(), ("C3", "C0", "C2", "C5", "C4", "C6", "C7", "C1", "C9"), strict=False
     ):
         x = range(INITIAL, runs.shape[1] + 1)
         for run in runs[:, INITIAL - 1 :]:

@@ -124,7 +124,7 @@ def measure(experiment: str, order: str, name: str, quick: bool = False) -> dict
             row = {"a": rmse(now.predict, *so_far), "b": rmse(now.predict, *whole)}
             if experiment == "explore":
                 row["c"] = rmse(now.predict, *stream.test)
-            row["noise"] = round(float(now.predict(stream.Z[:1]).likelihood.noise), 4)
+            row["noise"] = round(now.predict(stream.Z[:1]).likelihood.noise.item(), 4)
             if order == "in order" and experiment == "explore" and name in DRAWN:
                 row["drawn"] = _drawn(now, so_far[0])
             result["steps"][str(step)] = row

@@ -1,7 +1,8 @@
 """Outputs that inform each other, noise that varies, labels beside values, correlated validity.
 
 * ``scarce``: two outputs in a box, one of them observed at few inputs, whose errors are compared:
-  ours, `MultiTaskGP`, and models of the scarce output alone. The outputs of the third pair have
+  ours, also with a part of its own for the scarce one (`shared_and_own`), `MultiTaskGP`, and models
+  of the scarce output alone. The outputs of the third pair have
   nothing to do with each other.
 * ``large``: seconds of a fit and errors as observations become more, ours with 100 inducing points.
 * ``stream``: the same pair in batches, of one output at a time, each learnt by `update`, or by a
@@ -49,6 +50,7 @@ from seqgp import (
     SequentialMultiTaskGP,
 )
 from seqgp.batch_optimizer import BatchOptimizer
+from seqgp.models.tasks import shared_and_own
 
 TEST = 500
 #: Standard deviation of the noise of both outputs, as a share of that of the function.
@@ -57,6 +59,7 @@ NOISE = 0.05
 PAIRS = {"Branin": (60, 8), "Hartmann": (120, 20), "unrelated": (60, 8)}
 SCARCE = {
     "ours": "SequentialMultiTaskGP",
+    "parts": "SequentialMultiTaskGP, `shared_and_own`",
     "MultiTaskGP": "MultiTaskGP",
     "ours alone": "SequentialGP, alone",
     "SingleTaskGP": "SingleTaskGP, alone",
@@ -166,7 +169,9 @@ def fitted(way: str, X: Tensor, Y: Tensor, **options: Any) -> Any:
     if way in ("ours alone", "SingleTaskGP"):
         mine = X[:, -1] == 1
         X, Y = X[mine, :-1], Y[mine]
-    if way == "ours":
+    if way in ("ours", "parts"):
+        if way == "parts":
+            options["task_covar_module"] = shared_and_own([0, 1])
         model: Any = SequentialMultiTaskGP(X, Y, -1, all_tasks=[0, 1], **options)
     elif way == "MultiTaskGP":
         seen = X[:, -1].unique().long()
@@ -436,7 +441,8 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
         return ["", *lines] if len(lines) > 2 else []
 
     def order(key: str) -> list[Any]:
-        ranks = {name: i for i, name in enumerate((*PAIRS, *SCARCE, *HETEROSCEDASTIC, *PROBLEMS))}
+        names = (*PAIRS, *NOISY, *MIXED, *PROBLEMS, *SCARCE, *HETEROSCEDASTIC)
+        ranks = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return [int(part) if part.isdigit() else ranks.get(part, -1) for part in key.split("/")[1:]]
 
     def spread(rows: list[dict[str, Any]], name: str, digits: int = 3) -> str:

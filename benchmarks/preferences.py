@@ -1,12 +1,18 @@
 """Utilities learnt from comparisons, against BoTorch's `PairwiseGP`.
 
 A noisy person compares random pairs of items in a box. Ours is fitted to the first comparisons and
-updated with the rest, in batches; `PairwiseGP` is fitted to all of them, where it can be in
-reasonable time. Both have the same kernel, priors and probit likelihood, and are compared on
-held-out duels. One more comparison costs an `update` of ours (which learns hyperparameters now and
-then: the mean counts), and of `PairwiseGP` either a refit or, with hyperparameters as they are, a
-new posterior of all data. Duel loops ask for the pair of largest expected utility of the best
-option (EUBO), and their regret is that of the item of largest posterior mean.
+updated with the rest, in batches; `PairwiseGP` is fitted to all of them, as far as its cost allows.
+Both have the same kernel, priors and probit likelihood, and are compared on held-out duels. What
+one more comparison costs is measured in three ways, each with a prediction after it:
+
+* as a user would learn it: an `update` of ours, which learns hyperparameters now and then (the mean
+  counts), and a refit of `PairwiseGP` that starts from the hyperparameters that it has;
+* with hyperparameters as they are: those updates of ours that did not learn any, and
+  ``set_train_data`` of `PairwiseGP`;
+* as a conditioned copy, ``condition_on_observations`` of both.
+
+Duel loops ask for the pair of largest expected utility of the best option (EUBO), and their regret
+is that of the item of largest posterior mean.
 
 On small sets, both approximations are compared with long MCMC at the same hyperparameters, those of
 ours. Times are processor seconds of one thread, which other work on the machine disturbs little.
@@ -14,6 +20,7 @@ ours. Times are processor seconds of one thread, which other work on the machine
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -36,56 +43,66 @@ from benchmarks.runner import Options, Unit
 from seqgp import DualELBO, PreferenceGP
 from seqgp.duel_optimizer import DuelOptimizer
 
-#: Standard deviation of the noise of each utility, the first fit of ours, the size of updates.
-NOISE, FIRST, BATCH = 0.3, 50, 50
+#: Standard deviation of the noise of each utility, and the size of the first fit of ours.
+NOISE, FIRST = 0.3, 50
+#: How many duels are held out, and how many times one more comparison is learnt.
 TEST, MORE = 500, 20
 #: How many seeds there are for each number of comparisons, for `PreferenceGP` and `PairwiseGP`. The
 #: latter has a Laplace approximation at all items, so that a fit to 500 takes minutes.
-SEEDS = {50: (3, 3), 150: (3, 3), 500: (3, 1), 2000: (1, 0), 10_000: (1, 0)}
+SEEDS = {50: (10, 10), 150: (5, 5), 500: (3, 1), 2000: (3, 0), 10_000: (3, 0)}
 #: Chains, samples of each that are kept, and samples before that are not.
 CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
 
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
-    """Small sets and the loops, and then the larger ones: the cheapest first."""
-    numbers, dims, repeats, duels = SEEDS, [2, 4, 8], options.repeats or 3, 24
+    """Small sets and loops, and then the larger ones, seed by seed: the cheapest first."""
+    numbers, dims, duels = SEEDS, [2, 4, 8], 24
     if options.quick:
-        numbers, dims, repeats, duels = {20: (1, 1)}, [2], 1, 12
+        numbers, dims, duels = {20: (1, 1)}, [2], 12
+    small, *larger = numbers
+    repeats = options.repeats or (1 if options.quick else 3)
 
-    def sets(n: int) -> list[Unit]:
+    def sets(n: int, seeds: list[int]) -> list[Unit]:
         return [
             Unit(f"{way}/n={n}/d={d}/seed{seed}", partial(measure, way, n, d, seed))
-            for seed in range(repeats)
+            for seed in seeds
             for d in dims
-            for way, seeds in zip(WAYS, numbers[n], strict=True)
-            if seed < seeds
+            for way, number in zip(WAYS, numbers[n], strict=True)
+            if seed < (options.repeats or number)
         ]
 
-    smallest, *larger = numbers
-    work = sets(smallest)
+    work = sets(small, list(range(options.repeats or max(numbers[small]))))
     work += [
-        Unit(f"mcmc/n={smallest}/d={d}/seed0", partial(against_mcmc, smallest, d, 0)) for d in dims
+        Unit(f"mcmc/n={small}/d={d}/seed{seed}", partial(against_mcmc, small, d, seed))
+        for seed in range(repeats)
+        for d in dims
     ]
+    for n in larger[:1]:
+        work += sets(n, list(range(options.repeats or max(numbers[n]))))
     work += [
         Unit(f"loop/{way}/d={d}/seed{seed}", partial(loop, way, d, duels, seed))
         for seed in range(repeats)
         for d in dims[:2]
         for way in WAYS
     ]
-    work += [unit for n in larger for unit in sets(n)]
+    work += [unit for seed in range(repeats) for n in larger[1:] for unit in sets(n, [seed])]
     settings = {
         "quick": options.quick,
         "dtype": "float64",
         "noise": NOISE,
         "first": FIRST,
-        "batch": BATCH,
         "test": TEST,
         "duels": duels,
         "clock": "processor",
         "chains": [CHAINS, SAMPLES, BURN_IN],
     }
     return settings, work
+
+
+def batch_size(n: int) -> int:
+    """How many comparisons an update of a stream of ``n`` learns at once."""
+    return max(50, n // 40)
 
 
 def utility(X: Tensor) -> Tensor:
@@ -156,31 +173,76 @@ def measure(way: str, n: int, d: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     X, Y = duels_of(n + MORE, d, seed)
     with known_warnings():
+        fitted(way, X[:8], Y[:4])  # what is only slow the first time
         start = time.process_time()
-        first = min(n, FIRST) if way == "ours" else n
+        first, batch = min(n, FIRST) if way == "ours" else n, batch_size(n)
         model = fitted(way, X[: 2 * first], Y[:first])
-        for i in range(first, n, BATCH):
-            j = min(i + BATCH, n)
+        for i in range(first, n, batch):
+            j = min(i + batch, n)
             model.update(X[2 * i : 2 * j], Y[i:j] - 2 * i)
         result: dict[str, Any] = {"fit": time.process_time() - start, **score(model, d, seed)}
         result["acquisition"] = seconds(lambda: acquisition(model, d))
-        if way == "ours":
-            more = [
-                seconds(partial(model.update, X[2 * i : 2 * i + 2], Y[i : i + 1] - 2 * i))
-                for i in range(n, n + MORE)
-            ]
-            result["one_more"] = {"mean": statistics.mean(more), "median": statistics.median(more)}
-            result["inducing"] = model.variational_strategy.inducing_points.shape[-2]
-        else:
-            data = X[: 2 * n + 2], Y[: n + 1]
-            again = PairwiseGP(*data, covar_module=model.covar_module)
-            keep = seconds(lambda: (again.set_train_data(*data), again.eval().posterior(X[:2])))
-            result["one_more"] = {"refit": seconds(lambda: fitted(way, *data)), "keep": keep}
-    return result
+        return result | (one_more if way == "ours" else one_more_refitted)(model, X, Y, n)
+
+
+def one_more(model: Any, X: Tensor, Y: Tensor, n: int) -> dict[str, Any]:
+    """Seconds that `PreferenceGP` takes for one more comparison, and a prediction after it."""
+
+    def learn(i: int) -> int:
+        record = model.update(X[2 * i : 2 * i + 2], Y[i : i + 1] - 2 * i)
+        predict(model, X)
+        return int(record.steps)
+
+    conditioned = seconds_of_conditioning(model, X, Y, n)
+    spent, only_conditions = [], []
+    for i in range(n, n + MORE):
+        start = time.process_time()
+        steps = learn(i)
+        spent.append(time.process_time() - start)
+        if not steps:
+            only_conditions.append(spent[-1])
+    return {
+        "learnt": statistics.mean(spent),
+        "kept": statistics.median(only_conditions),
+        "conditioned": conditioned,
+        "inducing": model.variational_strategy.inducing_points.shape[-2],
+    }
+
+
+def one_more_refitted(model: Any, X: Tensor, Y: Tensor, n: int) -> dict[str, Any]:
+    """The same for `PairwiseGP`."""
+
+    def refit() -> None:
+        data = X[: 2 * n + 2], Y[: n + 1]
+        again = PairwiseGP(*data, covar_module=copy.deepcopy(model.covar_module))
+        fit_gpytorch_mll(PairwiseLaplaceMarginalLogLikelihood(again.likelihood, again))
+        predict(again.eval(), X)
+
+    def keep(number: int) -> None:
+        model.set_train_data(X[: 2 * number], Y[:number], update_model=True)
+        predict(model, X)
+
+    conditioned, learnt = seconds_of_conditioning(model, X, Y, n), seconds(refit)
+    kept = statistics.median(seconds(partial(keep, n + i)) for i in (1, 2, 3))
+    return {"learnt": learnt, "kept": kept, "conditioned": conditioned}
+
+
+def seconds_of_conditioning(model: Any, X: Tensor, Y: Tensor, n: int) -> float:
+    """Seconds that a conditioned copy of either model takes, and a prediction of it."""
+    item, answer = X[2 * n : 2 * n + 2], Y[n : n + 1] - 2 * n
+    return statistics.median(
+        seconds(lambda: predict(model.condition_on_observations(item, answer), X)) for _ in range(3)
+    )
+
+
+@torch.no_grad()
+def predict(model: Any, X: Tensor) -> None:
+    """A prediction, before which no model has finished its work."""
+    model.posterior(X[:2])
 
 
 def against_mcmc(n: int, d: int, seed: int) -> dict[str, Any]:
-    """Log density of held-out duels at the same hyperparameters: ours, Laplace, long MCMC."""
+    """Scores on held-out duels at the same hyperparameters: ours, Laplace, long MCMC."""
     torch.manual_seed(seed)
     (X, Y), (test, (won, lost)) = duels_of(n, d, seed), held_out(d, seed)
     with known_warnings():
@@ -205,12 +267,14 @@ def against_mcmc(n: int, d: int, seed: int) -> dict[str, Any]:
         S = K[N:, N:] - A.mT @ A
         variance = S[won, won] + S[lost, lost] - 2 * S[won, lost]
         p = torch.special.ndtr(z @ (A[:, won] - A[:, lost]) / (2 + variance).sqrt()).mean(0)
+        f = z.mean((0, 1)) @ A
     each = p.log().mean(-1)  # a chain
-    return {
-        **{way: measured["density"] for way, measured in result.items()},
-        "mcmc": float(p.mean(0).log().mean()),
+    exact = {
+        "density": float(p.mean(0).log().mean()),
         "error": float(each.std() / math.sqrt(CHAINS)),
+        "correlation": float(torch.stack([f, utility(test)]).corrcoef()[0, 1]),
     }
+    return {**result, "mcmc": exact}
 
 
 def loop(way: str, d: int, duels: int, seed: int) -> dict[str, Any]:
@@ -248,58 +312,103 @@ def loop(way: str, d: int, duels: int, seed: int) -> dict[str, Any]:
 
 
 def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
-    """Accuracy and times by size and dimension, and regrets of loops; medians over seeds."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    """Accuracy, times, regrets of loops, and agreement with MCMC."""
+    groups: dict[str, dict[str, Any]] = {}  # units by seed
     for key, unit in units.items():
-        groups.setdefault(key.rpartition("/")[0], []).append(unit)
+        group, _, seed = key.rpartition("/")
+        groups.setdefault(group, {})[seed] = unit
+    compared = {key: rows for key, rows in groups.items() if key.startswith(tuple(WAYS))}
+    loops = {key: rows for key, rows in groups.items() if key.startswith("loop/")}
+    exact = {key: rows for key, rows in groups.items() if key.startswith("mcmc/")}
+    lines = [*_accuracy(compared), "", *_times(compared), "", *_regrets(loops), "", *_exact(exact)]
+    return "\n".join(lines)
 
-    def median(rows: list[dict[str, Any]], *names: str) -> float:
-        values = []
-        for row in rows:
-            value: Any = row
-            for name in names:
-                value = value[name]
-            values.append(value)
-        return statistics.median(values)
 
+def _accuracy(groups: dict[str, dict[str, Any]]) -> list[str]:
+    """Means over seeds, and of the differences on the same data, with standard errors."""
     lines = [
-        "| comparisons | d | | log density of a duel | correlation | s fit | s one more: mean; "
-        "median | s one more: refit; same hyperparameters | s acquisition | seeds |",
+        "| comparisons | d | seeds: ours, PairwiseGP | log density of a duel: ours | PairwiseGP "
+        "| difference | correlation: ours | PairwiseGP | difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key, ours in groups.items():
+        way, n, d = key.split("/")
+        if way != "ours":
+            continue
+        theirs = groups.get(f"pairwise/{n}/{d}", {})
+        cells = []
+        for score in ("density", "correlation"):
+            both = [(ours[s][score], theirs[s][score]) for s in ours if s in theirs]
+            cells += [
+                f"{statistics.mean(row[score] for row in ours.values()):.4f}",
+                f"{statistics.mean(b for _, b in both):.4f}" if both else "",
+                _with_error([a - b for a, b in both]),
+            ]
+        seeds = f"{len(ours)}, {len(theirs)}"
+        lines.append(f"| {n[2:]} | {d[2:]} | {seeds} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _with_error(differences: list[float]) -> str:
+    """Their mean, and its standard error if there are several."""
+    if not differences:
+        return ""
+    mean = f"{statistics.mean(differences):+.4f}"
+    if len(differences) < 2:
+        return mean
+    return f"{mean} ± {statistics.stdev(differences) / math.sqrt(len(differences)):.4f}"
+
+
+def _times(groups: dict[str, dict[str, Any]]) -> list[str]:
+    """Medians over seeds."""
+    lines = [
+        "| comparisons | d | | s fit | s one more, learnt | s one more, same hyperparameters "
+        "| s one more, as a conditioned copy | s acquisition |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for key, rows in groups.items():
+        way, n, d = key.split("/")
+        fit, *more, acquired = (
+            statistics.median(row[name] for row in rows.values())
+            for name in ("fit", "learnt", "kept", "conditioned", "acquisition")
+        )
+        cells = " | ".join(f"{value:.3f}" for value in more)
+        lines.append(f"| {n[2:]} | {d[2:]} | {WAYS[way]} | {fit:.2f} | {cells} | {acquired:.2f} |")
+    return lines
+
+
+def _regrets(groups: dict[str, dict[str, Any]]) -> list[str]:
+    """Medians over seeds."""
+    lines = [
+        "| loop | d | regret half-way | regret at the end | s in all | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, seeds in groups.items():
+        _, way, d = key.split("/")
+        rows = list(seeds.values())
+        half, end = (statistics.median(row["regret"][i] for row in rows) for i in (0, 1))
+        spent = statistics.median(row["loop"] for row in rows)
+        lines.append(
+            f"| {WAYS[way]} | {d[2:]} | {half:.4f} | {end:.4f} | {spent:.1f} | {len(rows)} |"
+        )
+    return lines
+
+
+def _exact(groups: dict[str, dict[str, Any]]) -> list[str]:
+    """Means over seeds of scores at the same hyperparameters."""
+    lines = [
+        "| comparisons | d | log density of a duel by MCMC | its standard error | PreferenceGP "
+        "| Laplace | correlation by MCMC | PreferenceGP | Laplace | seeds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, rows in groups.items():
-        if key.startswith(("loop/", "mcmc/")):
-            continue
-        way, n, d = key.split("/")
-        names = ("mean", "median") if way == "ours" else ("refit", "keep")
-        more = "; ".join(f"{median(rows, 'one_more', name):.3f}" for name in names)
-        more = f"{more} | " if way == "ours" else f" | {more}"
-        lines.append(
-            f"| {n[2:]} | {d[2:]} | {WAYS[way]} | {median(rows, 'density'):.4f} "
-            f"| {median(rows, 'correlation'):.4f} | {median(rows, 'fit'):.2f} | {more} "
-            f"| {median(rows, 'acquisition'):.2f} | {len(rows)} |"
-        )
-    lines += ["", "| loop | d | regret half-way | regret at the end | s in all | seeds |"]
-    lines.append("|---|---|---|---|---|---|")
-    for key, rows in groups.items():
-        if not key.startswith("loop/"):
-            continue
-        _, way, d = key.split("/")
-        half, end = (statistics.median(row["regret"][i] for row in rows) for i in (0, 1))
-        lines.append(
-            f"| {WAYS[way]} | {d[2:]} | {half:.4f} | {end:.4f} | {median(rows, 'loop'):.1f} "
-            f"| {len(rows)} |"
-        )
-    lines += [
-        "",
-        "| comparisons | d | log density of a duel by MCMC | its standard error | PreferenceGP "
-        "| Laplace at the same hyperparameters | seeds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for key, rows in groups.items():
-        if key.startswith("mcmc/"):
-            _, n, d = key.split("/")
-            names = ("mcmc", "error", "ours", "laplace")
-            values = " | ".join(f"{median(rows, name):.4f}" for name in names)
-            lines.append(f"| {n[2:]} | {d[2:]} | {values} | {len(rows)} |")
-    return "\n".join(lines)
+        _, n, d = key.split("/")
+        names = ["mcmc/density", "mcmc/error", "ours/density", "laplace/density"]
+        names += ["mcmc/correlation", "ours/correlation", "laplace/correlation"]
+        means = []
+        for name in names:
+            way, score = name.split("/")
+            means.append(statistics.mean(row[way][score] for row in rows.values()))
+        cells = " | ".join(f"{value:.4f}" for value in means)
+        lines.append(f"| {n[2:]} | {d[2:]} | {cells} | {len(rows)} |")
+    return lines

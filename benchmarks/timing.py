@@ -81,7 +81,7 @@ def _offline(name: str, m: int, fold: int) -> dict[str, Any]:
     model = ours.fitted_to(stream, X[:FITTED], Y[:FITTED])
     known: dict[str, Any] = {
         "Z": model.variational_strategy.inducing_points.detach().clone(),
-        "lengthscale": float(model.covar_module.base_kernel.lengthscale),
+        "lengthscale": model.covar_module.base_kernel.lengthscale.item(),
         "variance": float(model.covar_module.outputscale),
     }
     everything = ours.fitted_to(replace(stream, **known), X, Y, learn=False)

@@ -37,6 +37,8 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"show-inheritance": True}
 autodoc_inherit_docstrings = False
+# Defaults as they are written: the values of some are not Python, and break a signature.
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -61,6 +63,7 @@ sphinx_gallery_conf = {
     "reset_argv": "gallery.short_run",
     "remove_config_comments": True,
     "write_computation_times": False,
+    "min_reported_time": 3600,  # seconds: none, since the machine that builds the site may be busy
     "show_signature": False,
     "abort_on_example_error": True,
 }

@@ -19,7 +19,7 @@ class ByIndex:
     """Sorts tutorials as they are listed above.
 
     Args:
-        directory: That of the tutorials.
+        directory: The directory of the tutorials.
     """
 
     def __init__(self, directory: str) -> None:
@@ -34,16 +34,18 @@ class ByIndex:
 def figures_of_tutorial(block: Any, variables: Any, configuration: Any) -> str:
     """Move the figures that a block of a tutorial has saved to the page of that tutorial.
 
+    Each figure has the width of the page. (Several at once would be thumbnails, side by side.)
+
     Args:
         block: The block.
-        variables: Those of Sphinx-Gallery.
-        configuration: That of Sphinx-Gallery.
+        variables: Sphinx-Gallery's variables of the block.
+        configuration: Sphinx-Gallery's configuration.
     """
     saved = sorted(Path("figures").glob("*.png"), key=lambda path: path.stat().st_mtime)
     targets = [next(variables["image_path_iterator"]) for _ in saved]
     for source, target in zip(saved, targets, strict=True):
         shutil.move(source, target)
-    return figure_rst(targets, configuration["src_dir"])
+    return "".join(figure_rst([target], configuration["src_dir"]) for target in targets)
 
 
 def short_run(configuration: Any, script: Any) -> list[str]:

@@ -18,17 +18,20 @@ from gpytorch.priors import LogNormalPrior
 from torch import Tensor
 
 from seqgp.acquisition.batch_options import check_options, find_optimizer, single_point_optimizer
+from seqgp.acquisition.box_search import SEARCHABLE, search_box
 from seqgp.acquisition.contexts import Context, matches_context
+from seqgp.acquisition.look_ahead import latent_moments
 from seqgp.acquisition.mixed_space import quasi_random_points
 from seqgp.acquisition.pool_selection import imagine, select_from_pool
 from seqgp.acquisition.uncertainty import Uncertainty, link_moments, link_of, nugget_of
 from seqgp.acquisition.uncertainty_reduction import (
     checked_weights,
+    expected_reduction,
     model_link,
     qExpectedUncertaintyReduction,
 )
 from seqgp.ask_tell import AskTell
-from seqgp.likelihoods.traits import is_conjugate
+from seqgp.likelihoods.traits import is_conjugate, output_latents
 from seqgp.models.refitted import ModelFactory, RefittedModel
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.monotonic import check_monotonic, with_slopes
@@ -65,8 +68,10 @@ class ActiveLearner(AskTell):
         pool: ``n x d`` inputs to choose from, instead of a box.
         criterion: What is to be reduced, one of `seqgp.acquisition.uncertainty.CRITERIA`:
 
-            * ``"volume"``: the volume of the level set (EAVC, Letham et al., 2022);
             * ``"threshold-entropy"``: mutual information with the level set;
+            * ``"volume"``: the volume of the level set (EAVC, Letham et al., 2022). Changes of
+              opposite signs cancel out, so trials that say how large the set is in all count for
+              more than those that say where it ends. With many inputs that is often a mistake;
             * ``"misclassification"``: errors about which inputs belong to the level set;
             * ``"variance"``: the integrated variance of the expected outcome;
             * ``"entropy"``: the entropy of outcomes, for labels.
@@ -86,7 +91,8 @@ class ActiveLearner(AskTell):
         max_initial: The number of trials after which the model is used in any case. By default
             ten times ``num_initial``.
         refit_every: The number of new trials after which hyperparameters are fitted again, starting
-            from the last ones. In between, the model is conditioned on new trials.
+            from the last ones. By default when there are a tenth more trials. In between, the model
+            learns from all trials at the last hyperparameters.
         make_model: Makes an unfitted `SequentialGP` from data. By default with a Matern kernel, and
             for labels a prior on the constant mean.
         fit_options: Options of L-BFGS for fitting hyperparameters.
@@ -96,9 +102,10 @@ class ActiveLearner(AskTell):
         monotonic: The direction of some inputs, for labels: ``{1: 1}`` if a larger input 1 never
             lowers the probability of a 1, ``{1: -1}`` if it never raises it. A soft constraint of
             the default model, see `seqgp.monotonic`.
-        options: Options of BoTorch's `optimize_acqf` and its variants for a box:
-            ``num_restarts``, ``fixed_features``, ``inequality_constraints``,
-            ``discrete_dims={1: range(6)}``, ...
+        options: Options of BoTorch's `optimize_acqf` and its variants for a box, such as
+            ``fixed_features``, ``discrete_dims={1: range(6)}`` or ``inequality_constraints``. With
+            others than the first two (and ``cat_dims``), trials are chosen by BoTorch's optimiser
+            instead of `search_box`, which is faster.
 
     Example:
         >>> import torch
@@ -120,7 +127,7 @@ class ActiveLearner(AskTell):
         self,
         bounds: Tensor | None = None,
         pool: Tensor | None = None,
-        criterion: str = "volume",
+        criterion: str = "threshold-entropy",
         threshold: float | None = None,
         likelihood: Likelihood | None = None,
         locations: Tensor | None = None,
@@ -131,7 +138,7 @@ class ActiveLearner(AskTell):
         num_initial: int | None = None,
         start_until: Callable[[Tensor], bool] = outcomes_differ,
         max_initial: int | None = None,
-        refit_every: int = 1,
+        refit_every: int | None = None,
         make_model: ModelFactory | None = None,
         fit_options: dict[str, Any] | None = None,
         num_fantasies: int = 16,
@@ -179,7 +186,7 @@ class ActiveLearner(AskTell):
         self.make_model = make_model or self._default_model
         self.num_fantasies, self.num_batch_fantasies = num_fantasies, num_batch_fantasies
         self.Y = self.bounds.new_empty(0)
-        self._learner = RefittedModel(self.make_model)
+        self._learner = RefittedModel(self.make_model, reconverge=True)
 
     # ---------------------------------------------------------------- ask and tell
 
@@ -226,9 +233,11 @@ class ActiveLearner(AskTell):
         if len(data[0]):
             # Hyperparameters cannot be learnt from a single label.
             fit = outcomes_differ(data[1])
+            never = fit and not outcomes_differ(self.Y[: learner.num_fitted])
+            every = 1 if never else self.refit_every
             with renamed(train_Y="Y", targets="Y"):
                 learner = learner.learn(
-                    data[0], data[1].unsqueeze(-1), self.refit_every, self.fit_options, fit=fit
+                    data[0], data[1].unsqueeze(-1), every, self.fit_options, fit=fit
                 )
         left = self._without(self.pending, X)
         self._become(X=data[0], Y=data[1], pending=left, _learner=learner)
@@ -328,7 +337,7 @@ class ActiveLearner(AskTell):
         """
         X, pending = self._check_state(state)
         Y = state["Y"].to(self.bounds)
-        learner = RefittedModel(self.make_model)
+        learner = RefittedModel(self.make_model, reconverge=True)
         learner.load_state_dict(state["model"], X, Y.unsqueeze(-1))
         self._become(X=X, Y=Y, pending=pending, _learner=learner)
 
@@ -373,8 +382,7 @@ class ActiveLearner(AskTell):
 
     def _from_box(self, q: int, pending: Tensor, options: dict[str, Any]) -> Tensor:
         """The best points of the box, each given imagined outcomes at the previous ones."""
-        options = {"num_restarts": 3, "raw_samples": 128} | options
-        optimize = single_point_optimizer(find_optimizer(None, options), self.bounds, options)
+        best = self._best_by_gradient if options.keys() - SEARCHABLE else self._best_by_search
         taken, start = pending, len(pending)
         with self._seeded() as seed:
             for _ in range(q):
@@ -383,27 +391,51 @@ class ActiveLearner(AskTell):
                 model = self.model
                 if len(taken):
                     model = imagine(model, taken, self.num_batch_fantasies, seed, {})
-                acquisition: AcquisitionFunction = qExpectedUncertaintyReduction(
-                    model,
-                    None if self.local else self.locations,
-                    self.criterion,
-                    self.threshold,
-                    None if self.local else self.weights,
-                    self.num_fantasies,
-                    seed,
-                )
-                if self.costs is not None:
-                    acquisition = PerCost(acquisition, self.costs)
-                candidates, values = optimize(acquisition, taken)
-                taken = torch.cat([taken, candidates[values.argmax()].unsqueeze(0)])
+                taken = torch.cat([taken, best(model, taken, options, seed).unsqueeze(0)])
         return taken[start:]
+
+    def _best_by_search(
+        self, model: SequentialGP, taken: Tensor, options: dict[str, Any], seed: int
+    ) -> Tensor:
+        """The best point of the box, ``d``, without gradients."""
+
+        def score(X: Tensor) -> Tensor:
+            scores = expected_reduction(model, X, **self._question(seed))
+            return scores if self.costs is None else scores / _checked_costs(self.costs, X)
+
+        return search_box(score, self.bounds, options, seed + 7919 * len(taken))
+
+    def _best_by_gradient(
+        self, model: SequentialGP, taken: Tensor, options: dict[str, Any], seed: int
+    ) -> Tensor:
+        """The best point of the box, ``d``, by an optimiser of BoTorch."""
+        options = {"num_restarts": 3, "raw_samples": 128} | options
+        optimize = single_point_optimizer(find_optimizer(None, options), self.bounds, options)
+        acquisition: AcquisitionFunction = qExpectedUncertaintyReduction(
+            model, **self._question(seed)
+        )
+        if self.costs is not None:
+            acquisition = PerCost(acquisition, self.costs)
+        candidates, values = optimize(acquisition, taken)
+        return candidates[values.argmax()]
+
+    def _question(self, seed: int) -> dict[str, Any]:
+        """What is to be learnt, as arguments of a criterion."""
+        return {
+            "locations": None if self.local else self.locations,
+            "criterion": self.criterion,
+            "threshold": self.threshold,
+            "weights": None if self.local else self.weights,
+            "num_fantasies": self.num_fantasies,
+            "seed": seed,
+        }
 
     @torch.no_grad()
     def _latent(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of what the link is applied to, ``...``."""
         check_inputs(X, self.bounds.shape[-1], "X")
-        f = self.model.eval()(self.model.transform_inputs(X))
-        return f.mean, f.variance + nugget_of(self.model.likelihood)
+        mean, variance = latent_moments(self.model, X)
+        return mean, variance + nugget_of(self.model.likelihood)
 
     def _default_locations(self) -> Tensor:
         if self.pool is not None:
@@ -411,9 +443,10 @@ class ActiveLearner(AskTell):
         return quasi_random_points(NUM_LOCATIONS, self.bounds, self.options, self.seed + 1)
 
     def _default_model(self, X: Tensor, Y: Tensor) -> SequentialGP:
-        d = X.shape[-1]
-        kernel: Kernel = get_covar_module_with_dim_scaled_prior(d, use_rbf_kernel=False)
-        if not is_conjugate(self.likelihood):
+        d, several = X.shape[-1], output_latents(self.likelihood) is not None
+        latents = torch.Size([self.likelihood.num_features] if several else [])
+        kernel: Kernel = get_covar_module_with_dim_scaled_prior(d, latents, use_rbf_kernel=False)
+        if not is_conjugate(self.likelihood) and not several:
             # Latent values between about -4 and 4: probabilities near zero and one are usual.
             kernel = ScaleKernel(kernel, outputscale_prior=LogNormalPrior(math.log(4.0), 0.75))
             kernel.outputscale = 4.0

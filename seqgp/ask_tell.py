@@ -27,7 +27,8 @@ class AskTell:
     Args:
         bounds: ``2 x d`` bounds of the inputs, lower bounds first.
         num_initial: The number of outcomes before models are used. By default ``2 (d + 1)``.
-        refit_every: The number of new outcomes after which hyperparameters are fitted again.
+        refit_every: The number of new outcomes after which hyperparameters are fitted again. With
+            ``None``, when there are a tenth more.
         fit_options: Options of L-BFGS for fitting hyperparameters.
         seed: Seed of all random numbers.
         options: Options of BoTorch's optimisers of acquisition functions.
@@ -46,14 +47,14 @@ class AskTell:
         self,
         bounds: Tensor,
         num_initial: int | None,
-        refit_every: int,
+        refit_every: int | None,
         fit_options: dict[str, Any] | None,
         seed: int,
         options: dict[str, Any],
     ) -> None:
         check_inputs(bounds, name="bounds")
         check_bounds(bounds, strict=True)
-        if refit_every < 1:
+        if refit_every is not None and refit_every < 1:
             raise ValueError(f"refit_every: expected at least 1, got {refit_every}.")
         if num_initial is not None and num_initial < 0:
             raise ValueError(f"num_initial: expected at least 0, got {num_initial}.")
@@ -209,7 +210,9 @@ class AskTell:
         try:
             return torch.as_tensor(values, dtype=dtype, device=self.bounds.device).detach()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name}: expected numbers, got {values!r:.50}.") from error
+            missing = isinstance(values, list | tuple) and None in values
+            hint = "; use NaN where there is no value" if missing else ""
+            raise TypeError(f"{name}: expected numbers, got {values!r:.50}{hint}.") from error
 
     def _outcomes(self, X: Tensor, Y: Any) -> Tensor:
         """Check inputs ``n x d``, and convert outcomes to ``n`` numbers."""

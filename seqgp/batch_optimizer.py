@@ -150,8 +150,8 @@ class BatchOptimizer(AskTell):
             raise ValueError("trust_region: expected a box, not a list of choices.")
         if correlated and (make_objective is not None or make_validity is not None):
             raise ValueError(
-                "correlated: objective and validity are one model then; leave out make_objective "
-                "and make_validity."
+                "correlated: one model learns objective and validity; leave out make_objective and "
+                "make_validity."
             )
         _check_discount(discount, bool(correlated), bool(trust_region))
         self.discount = discount
@@ -669,11 +669,11 @@ def _check_discount(discount: object, correlated: bool, trust_region: bool) -> N
             raise ValueError(f"discount: expected a number in (0, 1], got {discount}.")
     if discount == "auto" and correlated:
         raise ValueError(
-            "correlated: a discount is not chosen for a model of both; pass discount=0.9, say, or "
-            "leave out correlated."
+            'discount: "auto" is not supported with correlated=True; pass a number, for example '
+            "discount=0.9, or leave out correlated."
         )
     if discount != 1 and trust_region:
         raise ValueError(
-            "trust_region: its size follows improvements on values observed earlier, which need "
-            "not hold if the objective moves; leave out discount or trust_region."
+            "trust_region: not supported with a discount, since its size depends on earlier "
+            "values, which may no longer hold; leave out discount or trust_region."
         )

@@ -96,7 +96,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else."""
+        """Whether this is the only process."""
         return self.size == 1
 
     # ---------------------------------------------------------------- exchanges
@@ -273,7 +273,7 @@ ALONE = Ranks()
 
 
 def _marked(error: BaseException) -> BaseException:
-    """An error that all ranks raise, and that nobody needs to be told about."""
+    """Mark an error that all ranks raise, so that it is not sent to them again."""
     error.is_shared = True  # type: ignore[attr-defined]
     return error
 

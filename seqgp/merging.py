@@ -20,36 +20,35 @@ def merge(
     max_inducing: int | None = None,
     progress: bool = False,
 ) -> SequentialGP:
-    """One model that knows what several have learnt from different data.
+    """Merge models that have learnt from different data into one model.
 
-    The models have the same prior (kernel, mean), likelihood and transforms; they may have learnt
-    different hyperparameters, have other inducing points, and hold more or less of their data. All
-    that is needed of them is what they are: memories are joined, summaries added, observations
-    counted. Data that a model has folded into its summary never leave their place. To send none at
-    all, let it fold everything first: ``model.update(X[:0], Y[:0], memory=0, learn=False)``.
+    The models must have the same kind of prior (kernel, mean), likelihood and transforms. They may
+    have learnt different hyperparameters and have different inducing points. Their memories are
+    joined and their summaries added. Observations that a model has folded into its summary are not
+    needed. If no observation may leave its machine, fold all of them first:
+    ``model.update(X[:0], Y[:0], memory=0, learn=False)``.
 
-    Equal hyperparameters: with Gaussian observations, and inducing points that contain those of
-    each model, the result is the model that would have learnt all data at the same inducing
-    points. Otherwise two approximations are made, both of which streams make, too:
+    With Gaussian observations, equal hyperparameters, and inducing points that include those of
+    each model, the result is the same as if one model had learnt all data at these inducing points.
+    Otherwise, two approximations are made, which updates of a stream make, too:
 
-    * A summary stands for its observations as they were tied to inducing points when they were
-      folded: with the hyperparameters of that time, and with sites (the Gaussians that stand in for
-      likelihoods that are not Gaussian) that did not know the other models' data. Observations in
-      the memories are learnt anew.
-    * If there are more inducing points than ``max_inducing``, summaries are projected on those that
-      explain the others best.
+    * A summary depends on the hyperparameters at the time when observations were folded. If the
+      likelihood is not Gaussian, it also does not take the data of the other models into account.
+      Observations in memory are learnt again.
+    * If there are more inducing points than ``max_inducing``, the most useful ones are kept, and
+      summaries are projected onto these.
 
-    Statistics of the default standardisation are those of all observations. Inputs that each model
-    has normalised by its own range are converted.
+    If targets are standardised by default, they are converted to a common scale. So are inputs that
+    each model has normalised by its own range.
 
     Args:
-        models: The models, which are not changed, or paths of checkpoints; in any order.
+        models: Models, or paths of checkpoints, in any order. They are not changed.
         hyperparameters: The index of the model whose hyperparameters (and input transform) are
-            used. By default those of the models are tried, each once, and those are used under
-            which the bound of everything that is known is largest.
-        memory: How much to remember, and what; by default as the first model does. What does not
-            fit is folded.
-        max_inducing: The largest number of inducing points; by default the largest of the models.
+            used. By default, those of each model are tried, and those with the largest evidence
+            lower bound are used.
+        memory: How many observations to keep, and which. By default as in the first model. All
+            others are folded.
+        max_inducing: The maximum number of inducing points. By default the largest of the models.
         progress: Whether to show a progress bar (only on a terminal).
 
     Returns:
@@ -66,7 +65,9 @@ def merge(
         (60, True)
     """
     if isinstance(models, str | os.PathLike | SequentialGP):
-        raise TypeError(f"models: expected several, got one {type(models).__name__}.")
+        raise TypeError(
+            f"models: expected a list of models or paths, got one {type(models).__name__}."
+        )
     loaded: list[SequentialGP] = []
     for index, model in enumerate(models):
         model = load(model) if isinstance(model, str | os.PathLike) else model

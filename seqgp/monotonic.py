@@ -24,7 +24,7 @@ from torch import Tensor
 NUM_SLOPES = 24
 #: The distance between the two points, as a share of the range of the input.
 STEP = 0.1
-#: How sharply falling is told from rising.
+#: The default sharpness of virtual observations.
 SHARPNESS = 10.0
 
 
@@ -34,7 +34,7 @@ class WithSlopes(NamedTuple):
     Attributes:
         X: ``(n + v) x 2 x d`` inputs.
         Y: ``(n + v) x 1`` labels.
-        coefficients: ``(n + v) x 2``. Those of labels are (1, 0).
+        coefficients: ``(n + v) x 2``. They are (1, 0) for labels.
     """
 
     X: Tensor
@@ -60,8 +60,8 @@ def check_monotonic(monotonic: Any, num_inputs: int, likelihood: Likelihood) -> 
         )
     if not isinstance(likelihood, BernoulliLikelihood):
         raise ValueError(
-            "monotonic: expected a BernoulliLikelihood, whose labels virtual observations share, "
-            f"got a {type(likelihood).__name__}."
+            "monotonic: only supported for a BernoulliLikelihood, got a "
+            f"{type(likelihood).__name__}."
         )
 
 

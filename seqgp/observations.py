@@ -201,7 +201,7 @@ class Observations:
         return replace(self, inputs=inputs, coefficients=c)
 
     def gathered(self, ranks: Ranks) -> Observations:
-        """Those of all ranks, one after the other.
+        """The observations of all ranks, one rank after the other.
 
         Args:
             ranks: The processes that share them.

@@ -49,31 +49,31 @@ def from_batches(
     progress: bool = False,
     **options: Any,
 ) -> SequentialGP:
-    """A model of data that need not fit in memory.
+    """Build a model from batches of data that do not fit in memory.
 
-    The batches are iterated over more than once: first for the number of observations, the scale of
-    ``Y`` and a random sample of them, from which inducing points are chosen; then once for Gaussian
-    observations, or until the posterior has converged for others. With at most ``num_candidates``
-    observations, the result is that of `SequentialGP` with all of them at once; sites of negative
-    precision (Student-t, beta) are cut off, as in streams.
+    The batches are read more than once. The first pass counts the observations, finds the scale of
+    ``Y`` and draws a random sample, from which inducing points are chosen. After that, Gaussian
+    observations take one pass, and others as many as the posterior needs to converge. With at most
+    ``num_candidates`` observations, the result is the same as that of `SequentialGP` with all data
+    at once. (An exception are likelihoods that are not log-concave, such as Student-t: as in
+    streams, sites of negative precision are set to zero.)
 
     Args:
         batches: Pairs ``(X, Y)``, or triples ``(X, Y, arguments)`` with a dictionary of per-point
-            arguments of the likelihood (and ``noise``, variances of the shape of ``Y``): a
+            arguments of the likelihood (and ``noise``, variances of the shape of ``Y``). This is a
             `torch.utils.data.DataLoader`, a list, or any other object that can be iterated over
-            again with the same observations, in any order.
-        num_candidates: How many observations to draw, from those of all processes: among them
-            inducing points are chosen, and by them input transforms are fitted. Those with the
-            smallest and the largest value of each input are always among them, so that `Normalize`
-            knows the bounds of all.
+            repeatedly. Each time, it has to return the same observations, in any order.
+        num_candidates: The size of the random sample. Inducing points are chosen from it, and input
+            transforms are fitted to it. It always includes the smallest and largest value of each
+            input, so that `Normalize` learns the bounds of all data.
         tol: Relative tolerance of the posterior for likelihoods that are not Gaussian.
-        max_steps: The largest number of passes. By default 100, with a warning.
+        max_steps: The maximum number of passes. By default 100, with a warning.
         progress: Whether to show a progress bar (only on a terminal).
-        options: Options of `SequentialGP`. With a ``process_group``, each process has batches of
-            its own.
+        options: Options of `SequentialGP`. With a ``process_group``, each process has its own
+            batches.
 
     Returns:
-        A model that has learnt all observations and holds none.
+        A model that has learnt all observations, and stores none of them.
 
     Example:
         >>> import torch, seqgp
@@ -92,7 +92,7 @@ def from_batches(
         check_flag(progress, "progress")
         for name in ("train_X", "train_Y", "train_Yvar", "likelihood_arguments", "coefficients"):
             if name in options:
-                raise TypeError(f"{name}: observations, and what belongs to each, come in batches.")
+                raise TypeError(f"{name}: not an option here; it is part of each batch.")
         seen = _look(_Bar(batches, "look", progress), num_candidates, ranks)
         drawn = dict(seen.arguments)
         model = SequentialGP(
@@ -116,20 +116,20 @@ def fit_batches(
 ) -> SequentialGP:
     """Fit the hyperparameters of a model to data that need not fit in memory.
 
-    Each batch is a natural-gradient step, and a step of Adam on the bound of all data, as
-    `fit_gpytorch_mll(mll, batch_size=...)` does it. Then the posterior of all observations is
-    computed as by `from_batches`. An error or Ctrl-C leaves the model as it was.
+    For each batch, this takes a natural-gradient step and a step of Adam, as
+    `fit_gpytorch_mll(mll, batch_size=...)` does. Finally, the posterior of all observations is
+    computed as by `from_batches`. An error or Ctrl-C leaves the model unchanged.
 
     Args:
-        model: A model that `from_batches` has made. What it has learnt is replaced: the batches are
-            all its data.
-        batches: As for `from_batches`; best in a random order, as ``DataLoader(..., shuffle=True)``
-            has it. If the model has a ``process_group``, each process has batches of its own, and
-            one of each process makes a step.
-        epochs: Passes over the data, after which the learning rate is zero. By default, passes are
-            made until the bound of all data no longer grows.
-        learning_rate: Of Adam.
-        rho: Step size of the natural gradient.
+        model: A model that was built by `from_batches`. Its posterior is replaced by that of the
+            batches, which have to be all its data.
+        batches: As for `from_batches`, best in random order (``DataLoader(..., shuffle=True)``). If
+            the model has a ``process_group``, each process has its own batches, and one batch of
+            each process makes a step.
+        epochs: The number of passes over the data, during which the learning rate falls to zero. By
+            default, there are passes until the bound of all data no longer increases.
+        learning_rate: The learning rate of Adam.
+        rho: The step size of the natural gradient.
         tol: As for `from_batches`.
         max_steps: As for `from_batches`.
         progress: Whether to show a progress bar (only on a terminal).
@@ -157,8 +157,8 @@ def fit_batches(
         check_flag(progress, "progress")
         if model.num_data:
             raise ValueError(
-                f"model: expected one that from_batches has made, which holds no observations; "
-                f"this one holds {model.num_data}. Use fit_gpytorch_mll."
+                "model: expected a model built by from_batches, which stores no observations; "
+                f"this one stores {model.num_data}. Use fit_gpytorch_mll instead."
             )
         seen = _look(_Bar(batches, "look", progress), 10_000, ranks)
         draft = draft_of(model, learn=True)

@@ -28,10 +28,10 @@ from seqgp.likelihoods.traits import has_one_latent, is_conjugate, takes_noise
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors about an argument of what is called inside, by the name that the caller knows.
+    """Rename arguments in errors that are raised inside, to the names that the caller knows.
 
     Args:
-        names: What is called what: ``targets="Y"``.
+        names: New names: ``targets="Y"``.
     """
     try:
         yield
@@ -50,18 +50,21 @@ def check_tensor(value: Any, name: str) -> None:
         name: What to call it in the error.
     """
     if not isinstance(value, Tensor):
+        table = hasattr(value, "to_numpy")  # of pandas or polars
+        convert = f"torch.as_tensor({name}{'.to_numpy()' if table else ''}, dtype=torch.double)"
         raise TypeError(
-            f"{name}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor makes "
-            "one."
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}; convert it with "
+            f"{convert}."
         )
     if value.layout != torch.strided:
         raise TypeError(
-            f"{name}: expected a dense tensor, got {value.layout}; {name}.to_dense() makes one."
+            f"{name}: expected a dense tensor, got {value.layout}; convert it with "
+            f"{name}.to_dense()."
         )
     if value.is_complex():
         raise TypeError(f"{name}: expected real numbers, got {value.dtype}.")
     if value.is_meta:
-        raise ValueError(f"{name}: expected numbers, got a tensor of the device meta without any.")
+        raise ValueError(f"{name}: expected numbers, got a tensor on the meta device.")
 
 
 def is_whole(value: Any) -> bool:
@@ -92,8 +95,8 @@ def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
     check_tensor(inputs, name)
     if inputs.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected floating point numbers of 32 or 64 bits, got {inputs.dtype}; "
-            f"{name}.double() makes them."
+            f"{name}: expected torch.float64 or torch.float32, got {inputs.dtype}; convert it with "
+            f"{name}.double()."
         )
     if inputs.dim() < 2:
         raise ValueError(
@@ -101,10 +104,7 @@ def check_input_shape(inputs: Tensor, dim: int | None, name: str) -> None:
             f"point is {name}.unsqueeze(0), a single column of inputs {name}.unsqueeze(-1)."
         )
     if dim is not None and inputs.shape[-1] != dim:
-        raise ValueError(
-            f"{name}: expected {dim} columns as the inducing points have, got shape "
-            f"{tuple(inputs.shape)}."
-        )
+        raise ValueError(f"{name}: expected shape ... x n x {dim}, got {tuple(inputs.shape)}.")
 
 
 def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> None:
@@ -120,8 +120,8 @@ def check_instance(value: Any, kind: type, name: str, optional: bool = True) -> 
         return
     if isinstance(value, type):
         raise TypeError(
-            f"{name}: expected a {kind.__name__}, got the class {value.__name__}; make an object "
-            f"of it: {value.__name__}(...)."
+            f"{name}: expected a {kind.__name__}, got the class {value.__name__}; pass an "
+            f"instance: {value.__name__}(...)."
         )
     raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.50}.")
 
@@ -314,6 +314,8 @@ def check_arguments(
         if known is not None and name not in known:
             near = difflib.get_close_matches(name, [*options, *known], n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
+            if name in ("arguments", "likelihood_arguments") and known:
+                hint = f"; pass {min(known)}= by name."
             knows = f"which knows {', '.join(sorted(known))}" if known else "which has none"
             raise TypeError(
                 f"{name}: neither an option here nor a per-point argument of {kind}, {knows}{hint}"
@@ -513,7 +515,7 @@ def _missing_hint(targets: Tensor, likelihood: Likelihood) -> str:
             "; if some outputs have not been observed everywhere, pass likelihood="
             f"GaussianLikelihoodWithMissingObs(batch_shape=torch.Size({[*targets.shape[:-1]]}))."
         )
-    return "; leave out what has not been observed."
+    return "; leave out rows that have not been observed."
 
 
 def check_finite(tensor: Tensor, name: str, dim: int = -2, hint: str = ".") -> None:
@@ -590,6 +592,8 @@ def _check_support(targets: Tensor, likelihood: Likelihood, name: str, **kwargs:
     elif isinstance(largest, Tensor):  # one for each: that of the example alone
         most = torch.broadcast_to(largest, allowed.shape)[~allowed].flatten()[0].item()
         hint = f"it must be an integer from 0 to {most:g}"
+        if 0 < example < 1:
+            hint += "; pass counts, not rates"
     elif support is constraints.nonnegative_integer:
         hint = "counts must be whole numbers from 0"
     else:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from botorch.acquisition.multi_objective import logei
 from hypothesis import settings
+
+from seqgp.likelihoods.quadrature import base_samples
 
 torch.set_num_threads(1)  # small tensors, and a worker for each core
 
@@ -124,8 +126,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     tests: Counter[str] = Counter()
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if isinstance(report, pytest.TestReport):
-            files[report.nodeid.partition("::")[0]] += report.processor_seconds
-            tests[report.nodeid] += report.processor_seconds
+            seconds = getattr(report, "processor_seconds", 0.0)  # none if a worker has died
+            files[report.nodeid.partition("::")[0]] += seconds
+            tests[report.nodeid] += seconds
     terminalreporter.section(f"{files.total():.0f} processor seconds")
     for name, seconds in [*files.most_common(), *tests.most_common(100)]:
         terminalreporter.write_line(f"{seconds:8.1f}  {name}")
@@ -145,3 +148,12 @@ def float64() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def meta() -> Iterator[Callable[[], None]]:
+    """Call it to change the default device until the end of the test."""
+    base_samples.cache_clear()
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+    base_samples.cache_clear()

@@ -43,6 +43,13 @@ unscaled = pytest.mark.filterwarnings(
 plain_improvement = pytest.mark.filterwarnings(
     "ignore:.* has known numerical issues:botorch.exceptions.warnings.NumericsWarning"
 )
+#: Options of a `BatchOptimizer` whose proposals need not be good.
+FEW_RESTARTS: dict[str, Any] = {
+    "num_restarts": 2,
+    "raw_samples": 16,
+    "options": {"maxiter": 15},
+    "fit_options": {"maxiter": 10},
+}
 #: For tests that are content with a candidate where a line search has ended early.
 early_line_searches = pytest.mark.filterwarnings("ignore:Optimization failed:RuntimeWarning")
 

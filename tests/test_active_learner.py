@@ -11,15 +11,16 @@ import torch
 from gpytorch.likelihoods import GaussianLikelihood, PoissonLikelihood
 from torch import Tensor
 
-from seqgp import BinomialLikelihood, SequentialGP
+from seqgp import BinomialLikelihood, HeteroscedasticGaussianLikelihood, SequentialGP
 from seqgp.acquisition import expected_reduction, prevalence, qExpectedUncertaintyReduction
 from seqgp.active_learner import ActiveLearner, PerCost
 from tests.helpers import assert_close, early_line_searches, make_inputs, unscaled
 
 pytestmark = [pytest.mark.usefixtures("float64"), unscaled, early_line_searches]
 
-FEW: dict[str, Any] = {"fit_options": {"maxiter": 10}, "threshold": 0.5}
-SEARCH: dict[str, Any] = {"num_restarts": 2, "raw_samples": 32, "options": {"maxiter": 10}}
+FEW: dict[str, Any] = {"fit_options": {"maxiter": 10}, "threshold": 0.5, "criterion": "volume"}
+#: An optimiser of BoTorch instead of the search.
+BY_GRADIENT: dict[str, Any] = {"num_restarts": 2, "raw_samples": 32, "options": {"maxiter": 10}}
 
 
 def unit(d: int = 2) -> Tensor:
@@ -32,8 +33,8 @@ def above(X: Tensor) -> Tensor:
 
 def learner(n: int = 12, pool: Tensor | None = None, **options: Any) -> ActiveLearner:
     """One that has been told ``n`` labels."""
-    search = {} if pool is not None else SEARCH | {"locations": make_inputs(40, 2)}
-    result = ActiveLearner(unit(), pool, **{**FEW, **search, **options})
+    where = {} if pool is not None else {"locations": make_inputs(40, 2)}
+    result = ActiveLearner(unit(), pool, **{**FEW, **where, **options})
     if n:
         X = make_inputs(n, 2)
         result.tell(X, above(X))
@@ -53,9 +54,10 @@ def test_finds_a_level_set(criterion: str) -> None:
     assert 0 < loop.uncertainty < before / 2
 
 
-def test_proposals_maximise_the_criterion() -> None:
+@pytest.mark.parametrize("options", [{}, BY_GRADIENT], ids=["search", "gradient"])
+def test_proposals_maximise_the_criterion(options: dict[str, Any]) -> None:
     """In a box as good as the best of many candidates, from a pool the best of all."""
-    loop, candidates = learner(), make_inputs(400, 2)
+    loop, candidates = learner(**options), make_inputs(400, 2)
     scores = expected_reduction(loop.model, candidates, loop.locations, "volume", 0.5)
     acquisition = qExpectedUncertaintyReduction(loop.model, loop.locations, "volume", 0.5)
     assert acquisition(loop.ask()).item() > 0.99 * scores.max()
@@ -106,9 +108,9 @@ def test_pending_trials_do_not_leak() -> None:
     assert not torch.equal(loops[0].ask(), loops[1].ask())
 
 
-@pytest.mark.parametrize("refit_every", [1, 100])
+@pytest.mark.parametrize("refit_every", [None, 1, 100])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_resumes_bit_by_bit(pooled: bool, refit_every: int) -> None:
+def test_resumes_bit_by_bit(pooled: bool, refit_every: int | None) -> None:
     pool = make_inputs(50, 2) if pooled else None
     loop = learner(pool=pool, refit_every=refit_every)
     loop.tell(make_inputs(3, 2) * 0.9, torch.tensor([0, 1, 1]))
@@ -164,14 +166,55 @@ def test_a_hundred_labels_of_one_kind() -> None:
     assert loop.expected_outcome(unit()[1:])[0] < 0.95
 
 
+def test_learns_when_there_are_a_tenth_more() -> None:
+    """And at once when the second kind of label is seen for the first time."""
+    loop = learner(0)
+    loop.tell(make_inputs(22, 2), torch.ones(22))
+    unlearnt = loop.model.covar_module.outputscale.item()
+    fitted = []
+    for n in range(22, 28):
+        X = make_inputs(n + 1, 2)[n:]
+        loop.tell(X, torch.tensor([float(n != 22)]))
+        fitted.append(loop._learner.num_fitted)
+        assert loop.model.train_inputs[0].shape[-2] == n + 1
+        assert (loop.model.covar_module.outputscale.item() == unlearnt) is False
+    assert fitted == [23, 23, 25, 25, 27, 27]
+    same = loop.model.covar_module.state_dict()
+    loop.tell(loop.X[:1], loop.Y[:1])
+    again = SequentialGP(
+        loop.X,
+        loop.Y.unsqueeze(-1),
+        likelihood=loop.likelihood,
+        covar_module=copy.deepcopy(loop.model.covar_module),
+        mean_module=copy.deepcopy(loop.model.mean_module),
+        input_transform=copy.deepcopy(loop.model.input_transform),
+    )
+    X = make_inputs(9, 2)
+    for name, value in loop.model.covar_module.state_dict().items():
+        assert torch.equal(value, same[name])
+    assert_close(loop.expected_outcome(X)[0], again.predict_proba(X)[:, 1], 1e-6)
+
+
+def test_options_of_the_space() -> None:
+    """Levels and fixed inputs, whether searched or by an optimiser of BoTorch."""
+    levels = {1: [0.0, 0.25, 1.0]}
+    for options in ({}, {"num_restarts": 2, "raw_samples": 32}):
+        X = learner(discrete_dims=levels, **options).ask(2)
+        assert torch.isin(X[:, 1], torch.tensor(levels[1])).all()
+        assert (learner(fixed_features={0: 0.3}, **options).ask(2)[:, 0] == 0.3).all()
+    line = (torch.tensor([0, 1]), torch.ones(2), 1.5)  # x0 + x1 >= 1.5
+    assert (learner(inequality_constraints=[line]).ask(2).sum(-1) > 1.5 - 1e-6).all()
+
+
 def test_costs() -> None:
     def costs(X: Tensor) -> Tensor:
         return torch.where(X[:, 0] < 0.5, 1.0, 100.0)
 
     pool = make_inputs(60, 2)
     assert (learner(pool=pool, costs=costs).ask(2)[:, 0] < 0.5).all()
-    loop = learner(costs=costs)
-    assert loop.ask()[0, 0] < 0.5
+    for options in ({}, BY_GRADIENT):
+        loop = learner(costs=costs, **options)
+        assert loop.ask()[0, 0] < 0.5
     acquisition = qExpectedUncertaintyReduction(loop.model, loop.locations, "volume", 0.5)
     X = make_inputs(5, 1, 2)
     assert_close(PerCost(acquisition, costs)(X), acquisition(X) / costs(X[:, 0]), 1e-12)
@@ -215,6 +258,7 @@ def test_pools_without_repeats() -> None:
         (BinomialLikelihood(20), "threshold-entropy", lambda X: (20 * X[:, 0]).round()),
         (PoissonLikelihood(), "variance", lambda X: (6 * X[:, 0]).round()),
         (GaussianLikelihood(), "volume", lambda X: 30 + 5 * X.sum(-1)),
+        (HeteroscedasticGaussianLikelihood(), "volume", lambda X: 30 + 5 * X.sum(-1)),
     ],
 )
 def test_any_likelihood(likelihood: Any, criterion: str, outcome: Any) -> None:
@@ -227,13 +271,12 @@ def test_any_likelihood(likelihood: Any, criterion: str, outcome: Any) -> None:
         fit_options={"maxiter": 20},
         locations=make_inputs(10, 2),
         num_fantasies=4,
-        **SEARCH,
     )
     X = make_inputs(12, 2)
     loop.tell(X, outcome(X))
     assert loop.ask().shape == (1, 2)
     mean, sd = loop.expected_outcome(X)
-    if isinstance(likelihood, GaussianLikelihood):
+    if isinstance(likelihood, GaussianLikelihood | HeteroscedasticGaussianLikelihood):
         posterior = loop.model.posterior(X)  # on the scale of the outcomes
         assert_close(mean, posterior.mean.squeeze(-1), 1e-8)
         assert_close(sd, posterior.variance.squeeze(-1).sqrt(), 1e-8)
@@ -281,7 +324,7 @@ def test_copies_are_independent() -> None:
     ("options", "error", "message"),
     [
         ({"threshold": None}, ValueError, "threshold: required"),
-        ({"threshold": 1.5}, ValueError, "threshold: expected a value in the range"),
+        ({"threshold": 1.5}, ValueError, "threshold: expected a probability between 0 and 1"),
         ({"criterion": "eavc"}, ValueError, "criterion: expected one of"),
         ({"bounds": None}, TypeError, "bounds: required"),
         ({"num_restart": 2}, TypeError, "did you mean num_restarts"),

@@ -65,7 +65,7 @@ from seqgp.duel_optimizer import DuelOptimizer
 from seqgp.kernel_scales import median_distance, sharp
 from seqgp.streaming.memory import MemoryOptions
 from tests import test_devices
-from tests.helpers import CASES, GP, Problem, make_inputs, make_kernel, make_mean, problem
+from tests.helpers import CASES, GP, Problem, make_inputs, make_kernel, make_mean, problem, unscaled
 from tests.models.helpers import data, observe, totals
 from tests.pretend_cuda import DEVICE, PretendCUDA
 
@@ -550,6 +550,7 @@ def transforms(device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
+@unscaled
 @pytest.mark.parametrize("name", transforms(CPU))
 def test_transforms(name: str) -> None:
     def action(device: torch.device) -> Any:
@@ -741,6 +742,7 @@ VALIDITY: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@unscaled
 @pytest.mark.parametrize("kind", VALIDITY)
 def test_validity(kind: str) -> None:
     def action(device: torch.device) -> Any:
@@ -966,10 +968,10 @@ def test_duel_optimizer() -> None:
     on_both(action)
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_active_learner(pooled: bool) -> None:
+@pytest.mark.parametrize("way", ["pool", "search", "gradient"])
+def test_active_learner(way: str) -> None:
     def action(device: torch.device) -> Any:
-        pool = points(device, 9) if pooled else None
+        pool = points(device, 9) if way == "pool" else None
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)
         learner, other = (
             ActiveLearner(
@@ -978,7 +980,7 @@ def test_active_learner(pooled: bool) -> None:
                 threshold=0.5,
                 fit_options={"maxiter": 0},
                 locations=points(device, 9),
-                **({} if pooled else SMALL),
+                **(SMALL if way == "gradient" else {}),
             )
             for _ in range(2)
         )

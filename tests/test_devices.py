@@ -7,7 +7,7 @@ meets one that does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from seqgp import DualELBO
-from seqgp.likelihoods.quadrature import base_samples
 from tests.helpers import (
     CASES,
     GP,
@@ -28,15 +27,6 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@pytest.fixture
-def meta() -> Iterator[Callable[[], None]]:
-    """Call it to change the default device until the end of the test."""
-    base_samples.cache_clear()
-    yield lambda: torch.set_default_device("meta")
-    torch.set_default_device(None)
-    base_samples.cache_clear()
 
 
 def elbo(model: GP, data: Problem) -> Tensor:

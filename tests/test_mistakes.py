@@ -112,12 +112,19 @@ def test_arguments_of_ones_own_likelihood() -> None:
         SequentialGP(X, Y, likelihood=Anything(), covar_module=make_kernel())
 
 
+class Frame:
+    """A table as those of pandas."""
+
+    def to_numpy(self) -> Any:
+        return torch.rand(20, 2).numpy()
+
+
 X, Y = torch.rand(20, 2, dtype=torch.float64), torch.rand(20, 1, dtype=torch.float64)
 SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "a class, not an object": (
         lambda: SequentialGP(X, Y, likelihood=BernoulliLikelihood),
         TypeError,
-        r"likelihood: .* got the class BernoulliLikelihood; make an object",
+        r"likelihood: .* got the class BernoulliLikelihood; pass an instance",
     ),
     "a name": (
         lambda: SequentialGP(X, Y, likelihood="bernoulli"),
@@ -154,7 +161,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "train_Yvar: noise variances are for Gaussian",
     ),
-    "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* torch.as_tensor makes"),
+    "a list": (lambda: labels().posterior(X.tolist()), TypeError, "X: .* with torch.as_tensor"),
     "an array": (lambda: labels().posterior(X.numpy()), TypeError, "got ndarray"),
     "a point": (lambda: labels().posterior(X[0]), ValueError, r"single point is X\.unsqueeze"),
     "a column too many": (
@@ -167,6 +174,11 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"X\.unsqueeze",
     ),
+    "a table": (
+        lambda: SequentialGP(Frame(), Y),
+        TypeError,
+        r"train_X: .* got Frame; convert it with torch.as_tensor\(train_X.to_numpy\(\)",
+    ),
     "lists to condition on": (
         lambda: labels().condition_on_observations(X, Y.tolist()),
         TypeError,
@@ -175,12 +187,12 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "lists to learn": (
         lambda: SequentialGP(X.tolist(), Y),
         TypeError,
-        "train_X: .* got list; torch.as_tensor makes one",
+        "train_X: .* got list; convert it with torch.as_tensor",
     ),
     "an array to learn next": (
         lambda: labels().update(X.numpy(), Y),
         TypeError,
-        "X: .* got ndarray; torch.as_tensor makes one",
+        "X: .* got ndarray; convert it with torch.as_tensor",
     ),
     "no sampler": (
         lambda: labels().fantasize(X, None),
@@ -197,7 +209,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
             X, Y.round(), likelihood=BernoulliLikelihood(), outcome_transform=Standardize(1)
         ),
         ValueError,
-        "outcome_transform: Standardize turns .* BernoulliLikelihood cannot .* leave it out",
+        "outcome_transform: after a Standardize, .* BernoulliLikelihood; leave it out",
     ),
     "labels that were wrong before they were standardised": (
         lambda: SequentialGP(
@@ -239,7 +251,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "noise that is learnt": (
         lambda: SequentialGP(X, Y, covar_module=make_kernel()).update(X, Y, noise=Y),
         ValueError,
-        "noise: only a model that has been built with train_Yvar",
+        "noise: expected None, since this model was built without train_Yvar",
     ),
     "a capacity in words": (
         lambda: MemoryOptions(capacity="many"),  # type: ignore[arg-type]
@@ -356,11 +368,21 @@ def test_lists_instead_of_tensors() -> None:
     assert by_index.chosen.tolist() == [3]
     nothing = select_from_pool(model, pool, threshold=0.5, surveyed=[])  # type: ignore[arg-type]
     assert nothing.scores.isfinite().all()
-    with pytest.raises(ValueError, match="surveyed, available: no point of the pool is left"):
+    with pytest.raises(ValueError, match="surveyed, available: there is no point left"):
         select_from_pool(model, pool, threshold=0.5, surveyed=torch.arange(12))
     counts = SequentialGP(pool, torch.ones(12, 1), likelihood=BinomialLikelihood(5))
     with pytest.raises(ValueError, match="total_count: expected a number, or 12 of them"):
         select_from_pool(counts, pool, threshold=0.5, total_count=torch.ones(3))
+    with pytest.raises(TypeError, match=r"arguments: .* pass total_count= by name"):
+        select_from_pool(counts, pool, threshold=0.5, arguments={"total_count": 5})
+    with pytest.raises(ValueError, match="threshold: expected a probability between 0 and 1"):
+        select_from_pool(counts, pool, threshold=10)
+    with pytest.raises(TypeError, match="surveyed: expected 12 booleans or a list of indices, got"):
+        select_from_pool(counts, pool, threshold=0.5, surveyed=["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="costs: expected 12 positive numbers, got -1"):
+        select_from_pool(counts, pool, threshold=0.5, costs=-torch.ones(12))
+    with pytest.raises(ValueError, match="must be an integer from 0 to 5; pass counts, not rates"):
+        counts.update(pool[:2], torch.full((2, 1), 0.3))
 
 
 # -------------------------------------------------------------------------------- ask and tell
@@ -431,18 +453,20 @@ def test_what_is_told_and_returned_is_checked() -> None:
     loop, X = BatchOptimizer(unit(), num_initial=2, **FEW), make_inputs(2, 2)
     with pytest.raises(TypeError, match="Y: expected numbers, got 'a'"):
         loop.tell(X, "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Y: .* got \[None, 1.0\]; use NaN where there is no val"):
+        loop.tell(X, [None, 1.0])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="valid: expected numbers, got 'yes'"):
         loop.tell(X, torch.zeros(2), "yes")  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match=r"evaluate: .* a pair \(Y, valid\), .* it returned a Tensor"
     ):
         loop.run(lambda X: X.sum(-1), 2)  # type: ignore[arg-type, return-value]
-    for state in ({"a": 1}, {"version": 5}, [1]):
+    for state in ({"a": 1}, {"version": loop._version}, [1]):
         with pytest.raises(ValueError, match="state: not the state of a BatchOptimizer"):
             loop.load_state_dict(state)  # type: ignore[arg-type]
     assert not len(loop.X)
     loop.tell(X, torch.zeros(2))
-    with pytest.raises(TypeError, match=r"X: .* got list; torch.as_tensor makes one"):
+    with pytest.raises(TypeError, match=r"X: .* got list; convert it with torch.as_tensor"):
         loop.probability_of_validity([[0.5, 0.5]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"X: expected shape \.\.\. x 2, got \(1, 3\)"):
         loop.probability_of_validity(torch.rand(1, 3))
@@ -482,7 +506,7 @@ def test_state_of_another_problem() -> None:
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="state: saved with maximize = True"):
         BatchOptimizer(unit(), maximize=False).load_state_dict(state)
-    with pytest.raises(ValueError, match="expected version 5, got 1"):
+    with pytest.raises(ValueError, match="expected version 6, got 1"):
         BatchOptimizer(unit()).load_state_dict({**state, "version": 1})
 
 
@@ -615,7 +639,7 @@ def test_the_state_of_a_stream_in_a_model_with_data() -> None:
     stream, other = labels(), labels()
     stream.update(make_inputs(20, 2), torch.ones(20, 1), memory=5, learn=False)
     state = stream.state_dict()
-    with pytest.raises(ValueError, match=r"that of a stream.*seqgp\.save"):
+    with pytest.raises(ValueError, match=r"comes from a stream.*seqgp\.save"):
         other.load_state_dict(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

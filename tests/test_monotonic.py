@@ -16,6 +16,7 @@ from seqgp import SequentialGP
 from seqgp.active_learner import ActiveLearner
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
 from seqgp.monotonic import with_slopes
+from tests.best_gaussian import best_gaussian
 from tests.helpers import assert_close, make_inputs
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -52,38 +53,6 @@ def test_functionals_are_differences() -> None:
     assert bool(((bounds[0] <= data.X) & (bounds[1] >= data.X)).all())
 
 
-def best_gaussian(K: Tensor, C: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance that maximise the ELBO, by L-BFGS and quadrature, from scratch."""
-    nodes, weights = map(torch.from_numpy, roots_hermitenorm(80))
-    weights = weights / weights.sum()
-    n = len(K)
-    # Whitened, f = R u with R R^T = K: well conditioned, and the prior of u is standard.
-    R = torch.linalg.cholesky(K)
-    A = C @ R
-    mean, root = torch.zeros(n, requires_grad=True), torch.eye(n, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [mean, root],
-        max_iter=500,
-        tolerance_grad=1e-10,
-        tolerance_change=1e-15,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        L = root.tril()
-        h = (A @ mean).unsqueeze(-1) + (A @ L).norm(dim=-1, keepdim=True) * nodes
-        expected = torch.special.log_ndtr(signs.unsqueeze(-1) * h) @ weights
-        kl = 0.5 * (L.square().sum() + mean.square().sum() - n) - L.diagonal().abs().log().sum()
-        value = kl - expected.sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    L = (R @ root.tril()).detach()
-    return R @ mean.detach(), L @ L.T
-
-
 def test_posterior_is_the_best_gaussian() -> None:
     """Against an ELBO maximised from scratch, for two labels and two slopes."""
     X, Y = torch.tensor([[0.2], [0.6]]), torch.tensor([[1.0], [0.0]])  # falling, against the rule
@@ -95,7 +64,14 @@ def test_posterior_is_the_best_gaussian() -> None:
     C = torch.zeros(4, 6)
     C[0, 0] = C[1, 1] = 1
     C[2, 2:4], C[3, 4:6] = data.coefficients[2], data.coefficients[3]
-    mean, covariance = best_gaussian(K + 1e-8 * torch.eye(6), C, torch.tensor([1.0, -1, 1, 1]))
+    signs = torch.tensor([1.0, -1, 1, 1]).unsqueeze(-1)
+    nodes, weights = map(torch.from_numpy, roots_hermitenorm(80))
+
+    def expected_log_prob(mean: Tensor, root: Tensor) -> Tensor:
+        h = (C @ mean).unsqueeze(-1) + (C @ root).norm(dim=-1, keepdim=True) * nodes
+        return (torch.special.log_ndtr(signs * h) @ (weights / weights.sum())).sum()
+
+    mean, covariance, _ = best_gaussian(K + 1e-8 * torch.eye(6), expected_log_prob)
     posterior = model.posterior(points)
     with torch.no_grad():
         assert_close(posterior.mean.squeeze(-1), mean, 1e-6)
@@ -147,7 +123,7 @@ def test_bad_directions(monotonic: Any) -> None:
 
 def test_only_for_labels() -> None:
     options: dict[str, Any] = {"threshold": 0.75, "monotonic": {1: 1}}
-    with pytest.raises(ValueError, match="expected a BernoulliLikelihood"):
+    with pytest.raises(ValueError, match="only supported for a BernoulliLikelihood"):
         ActiveLearner(torch.tensor(BOUNDS), likelihood=PsychometricLikelihood(), **options)
     with pytest.raises(ValueError, match="not of make_model"):
         ActiveLearner(torch.tensor(BOUNDS), make_model=SequentialGP, **options)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import seqgp
 from seqgp import OrdinalLikelihood, OverdispersedBinomialLikelihood, SequentialGP
+from tests.helpers import unscaled
 
 mpl.use("Agg")
 pytestmark = pytest.mark.usefixtures("float64")
@@ -88,6 +89,7 @@ def test_a_gaussian_posterior() -> None:
     assert 0 <= crosses.min() <= crosses.max() <= 3  # on the scale of the inputs
 
 
+@unscaled
 def test_probabilities_are_in_closed_form() -> None:
     model = SequentialGP(X, (X > 1).to(X), likelihood=BernoulliLikelihood(), inducing_points=10)
     (panel,) = seqgp.plots.posterior(model, resolution=15)
@@ -101,6 +103,7 @@ def test_probabilities_are_in_closed_form() -> None:
         torch.testing.assert_close(edge, at, rtol=1e-6, atol=1e-6)
 
 
+@unscaled
 def test_rates_have_the_mean_of_observations() -> None:
     counts = torch.poisson(3 + torch.sin(X))
     model = SequentialGP(X, counts, likelihood=PoissonLikelihood(), inducing_points=10)
@@ -126,6 +129,7 @@ def test_two_inputs_and_classes() -> None:
         assert int(image.mean(0).argmax()) in range(3 * k - 1, 3 * k + 3)
 
 
+@unscaled
 def test_other_models() -> None:
     counts = (20 * PLANE.mean(-1, keepdim=True)).round()
     binomial = SequentialGP(
@@ -134,7 +138,9 @@ def test_other_models() -> None:
     figure = Figure()
     (panel,) = seqgp.plots.posterior(binomial, figure.subplots(), show="mean", resolution=8)
     assert panel.get_title() == "proportion"
-    assert 0 <= panel.images[0].get_array().min() <= panel.images[0].get_array().max() <= 1
+    image = panel.images[0].get_array()
+    assert 0 <= image.min() <= image.max() <= 1
+    assert panel.images[0].get_clim() == (image.min(), image.max())  # not from 0 to 1
     shown = torch.as_tensor(panel.collections[-2].get_array().data)
     torch.testing.assert_close(shown, counts.squeeze(-1) / 20)  # the memory, as proportions
     ordinal = SequentialGP(

@@ -156,8 +156,7 @@ def test_fantasies(name: str) -> None:
     sampler = SobolQMCNormalSampler(torch.Size([8]), seed=0)
     with Synchronisations() as counter:
         use(model.fantasize(X, sampler).posterior(X))
-    standardised = 2 * (name == "gaussian")  # each time `Standardize` is undone, it asks once
-    assert_at_most(15 + standardised, counter.sources)
+    assert_at_most(15, counter.sources)
 
 
 @each

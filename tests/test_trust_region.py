@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,9 @@ from seqgp.trust_region import (
     region_bounds,
     side_weights,
 )
-from tests.helpers import assert_close, early_line_searches, make_inputs, unscaled
+from tests.helpers import FEW_RESTARTS, assert_close, early_line_searches, make_inputs, unscaled
 
 pytestmark = [pytest.mark.usefixtures("float64"), unscaled, early_line_searches]
-
-FEW: dict[str, Any] = {
-    "num_restarts": 2,
-    "raw_samples": 16,
-    "options": {"maxiter": 15},
-    "fit_options": {"maxiter": 10},
-}
 
 
 def unit(d: int) -> Tensor:
@@ -86,7 +78,7 @@ def evaluate(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_proposals_are_in_the_region() -> None:
-    loop = BatchOptimizer(unit(12), trust_region=TrustRegionOptions(length=0.1), **FEW)
+    loop = BatchOptimizer(unit(12), trust_region=TrustRegionOptions(length=0.1), **FEW_RESTARTS)
     X = 0.4 * make_inputs(30, 12)
     loop.tell(X, *evaluate(X))
     assert loop.best is not None
@@ -96,7 +88,7 @@ def test_proposals_are_in_the_region() -> None:
     low, high = region_bounds(loop.best[0], 0.1, weights, unit(12))
     assert ((proposed >= low) & (proposed <= high)).all()
     # With levels and with a context, inputs keep their range.
-    mixed = FEW | {"options": {"maxiter_alternating": 2, "maxiter_continuous": 5}}
+    mixed = FEW_RESTARTS | {"options": {"maxiter_alternating": 2, "maxiter_continuous": 5}}
     loop = BatchOptimizer(
         unit(12), trust_region=True, discrete_dims={0: [0.0, 0.5, 1.0]}, num_initial=2, **mixed
     )
@@ -109,7 +101,7 @@ def test_proposals_are_in_the_region() -> None:
 @pytest.mark.slow
 def test_many_inputs_with_failures() -> None:
     """Better than the initial points, although a large part of the space fails."""
-    options = FEW | {"options": {"maxiter": 30}, "num_initial": 16, "refit_every": 8}
+    options = FEW_RESTARTS | {"options": {"maxiter": 30}, "num_initial": 16, "refit_every": 8}
     loop = BatchOptimizer(unit(12), trust_region=TrustRegionOptions(length=0.2), **options)
     X = 0.5 * make_inputs(16, 12)
     loop.tell(X, *evaluate(X))
@@ -122,7 +114,7 @@ def test_many_inputs_with_failures() -> None:
 
 def test_nothing_valid_and_restarts() -> None:
     options = TrustRegionOptions(min_length=0.3, length=0.5, failure_tolerance=2)
-    loop = BatchOptimizer(unit(12), trust_region=options, num_initial=3, **FEW)
+    loop = BatchOptimizer(unit(12), trust_region=options, num_initial=3, **FEW_RESTARTS)
     X = make_inputs(3, 12)
     loop.tell(X, torch.full((3,), torch.nan))
     with pytest.warns(UserWarning, match="valid"):
@@ -141,7 +133,7 @@ def test_nothing_valid_and_restarts() -> None:
 
 def test_resumes_bit_by_bit() -> None:
     def make() -> BatchOptimizer:
-        return BatchOptimizer(unit(12), trust_region=True, num_initial=4, **FEW)
+        return BatchOptimizer(unit(12), trust_region=True, num_initial=4, **FEW_RESTARTS)
 
     loop, other = make(), make()
     X = 0.4 * make_inputs(10, 12)
@@ -153,7 +145,7 @@ def test_resumes_bit_by_bit() -> None:
     other.load_state_dict(torch.load(file, weights_only=True))
     assert other.trust_region == loop.trust_region
     assert torch.equal(other.ask(2), loop.ask(2))
-    plain = BatchOptimizer(unit(12), num_initial=4, **FEW)
+    plain = BatchOptimizer(unit(12), num_initial=4, **FEW_RESTARTS)
     with pytest.raises(ValueError, match="saved with a trust region"):
         plain.load_state_dict(loop.state_dict())
     with pytest.raises(ValueError, match="saved without a trust region"):

@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     figure, panels = common.new_figure(1, 3, (17, 4.2), sharey=True)
     hours = torch.linspace(0, 24, 300).unsqueeze(-1)
     with tempfile.TemporaryDirectory() as directory:
-        path, other = Path(directory) / "model.pt", Path(directory) / "other.pt"
+        path, other = Path(directory) / "model.seqgp", Path(directory) / "other.seqgp"
         print("a process that is killed:")
         run_and_kill(path, batches, after=batches // 2)
         found = seqgp.load(path)

@@ -4,9 +4,10 @@
 Digits arrive two at a time, and each image is used once.
 
 Run ``python -m tutorials.digits`` (``--short`` for fewer images). The digits of scikit-learn arrive
-in five tasks, 0 and 1, then 2 and 3, and so on; each image is used once. Three models learn them:
-one by the paper's rule, without a memory; one that folds every image into its summary; and one that
-also keeps a tenth of the images in its memory. Then we look at the memory.
+in five tasks: 0 and 1, then 2 and 3, and so on. Each image is used once. Three models learn them.
+The first one follows the rule of the paper, without a memory. The second one only keeps a summary
+of all images. The third one also keeps a tenth of the images in its memory. Then we look at the
+memory.
 
 Figures are saved as ``figures/digits-confusion.png`` and ``figures/digits-memory.png``.
 """

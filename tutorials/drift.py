@@ -4,9 +4,9 @@
 What was true yesterday may mislead today.
 
 Run ``python -m tutorials.drift`` (``--short`` for fewer data). A function is measured in batches.
-In one stream it stays as it is, in one it turns over half-way, and in one it moves a little all the
-time. Each batch is predicted, then learnt: without a discount, with ``discount="auto"``, and
-with a fixed one. The figure is saved as ``figures/drift.png``.
+There are three streams: the function stays the same, changes its sign half-way, or moves a little
+all the time. Three models predict each batch and then learn it: one without a discount, one with
+``discount="auto"``, and one with a fixed discount. The figure is saved as ``figures/drift.png``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def stream(change: str, number: int) -> tuple[Tensor, Tensor]:
 # Predict, then learn
 # -------------------
 #
-# A discount lets all that is known count less. The record says which was chosen: one below 1 is an
-# alarm, the stream has changed.
+# A discount gives less weight to everything learnt before. The record contains the discount that
+# was chosen. If it is below 1, the stream has changed.
 
 
 def errors(X: Tensor, Y: Tensor, discount: float | str) -> tuple[list[float], list[int]]:
@@ -91,9 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 # %%
-# On the stream that stays, ``"auto"`` does nothing. After an abrupt change it forgets at once.
-# A function that moves all the time is followed best by a fixed discount: how fast things change is
-# something that you may know.
+# If the function does not change, ``"auto"`` does nothing. After an abrupt change, it forgets at
+# once. If the function moves all the time, a fixed discount is best, provided that you know how
+# fast it moves.
 
 if __name__ == "__main__":
     main()

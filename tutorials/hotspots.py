@@ -3,8 +3,8 @@
 
 Finding hotspots of a disease with few surveys.
 
-Run ``python -m tutorials.hotspots``; ``--short`` is ``make demo``, ``--tiny`` is shorter still. No
-knowledge of Gaussian processes is needed.
+Run ``python -m tutorials.hotspots``. With ``--short``, this is ``make demo``. You need not know
+anything about Gaussian processes.
 
 A country has 1,500 villages. For each of them we know its position, temperature, rainfall,
 elevation and distance to water. We want to know where more than one person in ten carries a
@@ -16,9 +16,9 @@ The answer has two parts: a model that predicts the prevalence in all villages *
 prediction is*, and a score for each village: how much a survey there is expected to reduce the
 uncertainty about that village and all similar ones.
 
-Figures are saved in ``figures/``. With the data of Cote d'Ivoire (Andrade-Pacheco et al., 2020) in
-``$SEQGP_DATA/hotspots/civ_data.csv`` the country is a real one. Otherwise it is simulated by
-`seqgp.simulated_survey.make_country`.
+Figures are saved in ``figures/``. The country is simulated by
+`seqgp.simulated_survey.make_country`. If the data of Cote d'Ivoire (Andrade-Pacheco et al., 2020)
+are in ``$SEQGP_DATA/hotspots/civ_data.csv``, the full version uses these instead.
 """
 
 from __future__ import annotations

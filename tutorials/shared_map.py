@@ -4,12 +4,12 @@
 Four processes each hold a quarter of the data, and all end with the same map.
 
 Run ``python -m tutorials.shared_map`` (``--short`` for fewer measurements). Four robots explore a
-hall, each its own quarter, and measure a field as they go. Each robot is a process that keeps its
-measurements; together they learn one model, with ``process_group=`` of `torch.distributed`. What
-travels between them are mostly sums over their measurements, whose size does not depend on how many
-there are, and what it takes to choose inducing points and the memory together. In the end the map
-is compared with that of one process that has all measurements. On several machines the same code is
-started with ``torchrun``. Figures are saved in ``figures/``.
+hall, each its own quarter, and measure a field. Each robot is a process that keeps its own
+measurements. Together they learn one model, with a ``process_group`` of `torch.distributed`. They
+mostly exchange sums over their measurements, whose size does not depend on the number of
+measurements. In the end, the map is compared with that of a single process that has all
+measurements. On several machines, start the same code with ``torchrun``. Figures are saved in
+``figures/``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def grid(number: int) -> Tensor:
 # What each robot does
 # --------------------
 #
-# It builds the model and updates it with its own measurements only. Nothing else differs from one
-# process: all robots call the same methods, and end with the same model.
+# It builds the model and updates it with its own measurements only. Apart from that, the code is
+# that of a single process. All robots call the same methods and end with the same model.
 
 
 def learn(
@@ -94,7 +94,7 @@ def robot(rank: int, size: int, directory: str) -> None:
     mean = model.posterior(grid(30)).mean.detach()  # needs no communication
     result = {"mean": mean, "sent": model.variational_strategy.ranks.bytes_sent}
     torch.save(result, Path(directory) / f"{rank}.pt")
-    seqgp.save(model, Path(directory) / "map.pt")  # rank 0 writes it
+    seqgp.save(model, Path(directory) / "map.seqgp")  # rank 0 writes it
     dist.destroy_process_group()
 
 
@@ -133,13 +133,15 @@ def main(given: list[str] | None = None) -> None:
     Args:
         given: The command line; by default that of the process.
     """
+    from tutorials.shared_map import robot  # new processes import what they run
+
     options = common.parser(__doc__).parse_args(given)
     common.begin(options)
     size = 60 if options.short else 5_000
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(robot, (size, directory), nprocs=ROBOTS)
         results = [torch.load(Path(directory) / f"{rank}.pt") for rank in range(ROBOTS)]
-        saved = seqgp.load(Path(directory) / "map.pt")
+        saved = seqgp.load(Path(directory) / "map.seqgp")
     means = [result["mean"] for result in results]
     sent = [result["sent"] / 1e3 for result in results]
     parts = [[measure(rank, k, size) for rank in range(ROBOTS)] for k in range(BATCHES)]

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from seqgp import SequentialGP
-from seqgp.acquisition.look_ahead import LookAhead, Marginals, condition_each, draw, marginals
+from seqgp.acquisition.look_ahead import (
+    TOLERANCE,
+    LookAhead,
+    Marginals,
+    condition_each,
+    draw,
+    marginals,
+)
 from seqgp.acquisition.uncertainty import Uncertainty, link_of
 from seqgp.acquisition.uncertainty_reduction import score_candidates
 from seqgp.likelihoods.discrete import BinomialLikelihood, OverdispersedBinomialLikelihood
@@ -113,7 +120,8 @@ def fixed_inducing_gains(
     def evaluate(m: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
         return expectations(likelihood, targets, m, v + rest, total_count=total_count)
 
-    return condition_each(mean, own, evaluate)
+    gain, fall, _ = condition_each(mean, own, evaluate, TOLERANCE)
+    return gain, fall
 
 
 def joint_sample_reduction(

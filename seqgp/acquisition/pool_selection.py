@@ -9,6 +9,7 @@ import torch
 from botorch.sampling.normal import SobolQMCNormalSampler
 from torch import Tensor
 
+from seqgp.acquisition.tasks import of_output, with_task
 from seqgp.acquisition.uncertainty_reduction import (
     check_likelihood_arguments,
     checked_criteria,
@@ -56,8 +57,10 @@ def select_from_pool(
     points of a batch do not provide the same information twice.
 
     Args:
-        model: A model of one output and one latent function.
+        model: A model of one output.
         pool: ``n x d`` points: candidates, and the locations whose uncertainty is to be reduced.
+            With a `SequentialMultiTaskGP`, they may have a task column. Those of other tasks than
+            the output are candidates, but no locations.
         q: The number of points to choose.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
             several is the sum of relative reductions, each divided by the present uncertainty.
@@ -94,7 +97,9 @@ def select_from_pool(
         (True, 2)
     """
     check_likelihood_arguments(model, arguments, select_from_pool)
-    checked_criteria(model, pool, criterion, threshold, "pool")
+    # Points of other tasks than the output are candidates, but no locations.
+    pool, mine = with_task(model, pool, "pool"), of_output(model, pool)
+    checked_criteria(model, pool if mine is None else pool[mine], criterion, threshold, "pool")
     n = len(pool)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (n,):
@@ -106,8 +111,10 @@ def select_from_pool(
     awaited = _mask(pending, n, pool.device, "pending", False)
     counts &= ~awaited
     open_ = counts & _mask(available, n, pool.device, "available", True)
+    if mine is not None:
+        counts &= mine
     if not open_.any():
-        raise ValueError("surveyed, available: no point of the pool is left to choose.")
+        raise ValueError("surveyed, available: there is no point left to choose.")
     if not is_whole(q) or q < 1 or int(open_.sum()) < q:
         raise ValueError(
             f"q: expected 1 to {int(open_.sum())}, the number of points left, got {q}."
@@ -115,7 +122,10 @@ def select_from_pool(
     if costs is not None:
         costs = torch.as_tensor(costs, device=pool.device)
         if costs.shape != (n,) or not bool((costs > 0).all()):
-            raise ValueError(f"costs: expected {n} positive numbers, got {tuple(costs.shape)}.")
+            got = f"shape {tuple(costs.shape)}" if costs.shape != (n,) else f"{costs.min():g}"
+            raise ValueError(f"costs: expected {n} positive numbers, got {got}.")
+    if mine is not None and weights is None and not local:
+        weights = mine / mine.sum()
     weights = checked_weights(weights, None if local else pool)
     imagined: list[int] = awaited.nonzero().squeeze(-1).tolist()
     start, rows = len(imagined), []
@@ -126,6 +136,10 @@ def select_from_pool(
             given = _at(arguments, index, n)
             conditioned = imagine(model, pool[index], num_batch_fantasies, seed, given)
         candidates, kept = open_.nonzero().squeeze(-1), counts.nonzero().squeeze(-1)
+        if not len(kept):
+            raise ValueError(
+                "pool: no point of the output task is left whose uncertainty could be reduced."
+            )
         scores = torch.full((n,), -torch.inf, dtype=pool.dtype, device=pool.device)
         scores[candidates] = expected_reduction(
             conditioned,
@@ -171,13 +185,21 @@ def _mask(given: Tensor | None, n: int, device: torch.device, name: str, default
     if given is None:
         return torch.full((n,), default, device=device)
     if not isinstance(given, Tensor):  # a list, an array
-        given = torch.as_tensor(given)
+        try:
+            given = torch.as_tensor(given)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name}: expected {n} booleans or a list of indices, got {given!r:.50}."
+            ) from error
         given = given.long() if given.numel() == 0 else given
     if given.dtype == torch.bool and given.shape == (n,):
         return given.to(device).clone()
     if given.dtype in (torch.int64, torch.int32) and given.dim() == 1:
         if n > 2 and given.shape == (n,) and bool(((given == 0) | (given == 1)).all()):
-            raise ValueError(f"{name}: {n} zeros and ones, a mask? Expected booleans or indices.")
+            raise ValueError(
+                f"{name}: expected booleans or indices, got {n} zeros and ones; for a mask, "
+                "convert them to booleans."
+            )
         if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < n):
             raise ValueError(f"{name}: expected indices from 0 to {n - 1}.")
         mask = torch.zeros(n, dtype=torch.bool, device=device)

@@ -270,10 +270,10 @@ class Uncertainty:
             value = torch.tensor(threshold, dtype=torch.float64, device="cpu")
             self.latent_threshold = float(link.inverse(value))
             if not math.isfinite(self.latent_threshold):
-                raise ValueError(
-                    f"threshold: expected a value in the range of the {link.name} link, "
-                    f"got {threshold}."
-                )
+                wanted = f"a value in the range of the {link.name} link"
+                if link.probability and link.base is None:
+                    wanted = "a probability between 0 and 1"
+                raise ValueError(f"threshold: expected {wanted}, got {threshold}.")
 
     def __call__(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Evaluate the criterion in closed form or by quadrature, with gradients.

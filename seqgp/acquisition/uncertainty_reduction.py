@@ -28,15 +28,23 @@ from typing import Any
 
 import torch
 from botorch.acquisition.acquisition import AcquisitionFunction
-from botorch.models.utils import gpt_posterior_settings
 from botorch.sampling.normal import SobolQMCNormalSampler
 from botorch.utils.transforms import concatenate_pending_points, t_batch_mode_transform
 from torch import Tensor
 
-from seqgp.acquisition.look_ahead import PRECISION, LookAhead, Marginals, look_ahead, marginals
+from seqgp.acquisition.look_ahead import (
+    PRECISION,
+    LookAhead,
+    Marginals,
+    latent_moments,
+    look_ahead,
+    marginals,
+)
+from seqgp.acquisition.tasks import arguments_of_tasks, check_of_output, with_task
 from seqgp.acquisition.uncertainty import Link, Uncertainty, linear_link, link_of, nugget_of
 from seqgp.likelihoods.traits import has_one_latent
-from seqgp.models.outcomes import affine
+from seqgp.models.multi_task_gp import SequentialMultiTaskGP
+from seqgp.models.outcomes import Affine, affine
 from seqgp.models.sequential_gp import SequentialGP
 from seqgp.progress import progress_bar
 from seqgp.validation import check_arguments, check_inputs
@@ -66,8 +74,7 @@ def expected_reduction(
     `qExpectedUncertaintyReduction` for gradients.
 
     Args:
-        model: A model of one output and one latent function. The result for a fantasy model is the
-            average over its batch.
+        model: A model of one output. The result for a fantasy model is the average over its batch.
         X: ``n x d`` candidates.
         locations: ``s x d`` locations whose uncertainty is to be reduced. They may include the
             candidates. With ``None``, each candidate is its own only location.
@@ -97,12 +104,14 @@ def expected_reduction(
         torch.Size([100])
     """
     check_likelihood_arguments(model, arguments, expected_reduction)
-    uncertainties = checked_criteria(model, locations, criterion, threshold)
+    uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
+    X = with_task(model, X)
     check_inputs(X, model.num_inputs, "X")
     weights = checked_weights(weights, locations)
     if len(X) == 0:
         return X.new_empty(0)
     model.eval()
+    arguments |= arguments_of_tasks(model, X, locations)
     with torch.no_grad():
         at = marginals(model, X, X[:0] if locations is None else locations)
         ahead = look_ahead(model.likelihood, at, num_fantasies, seed, arguments)
@@ -231,7 +240,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     several points ignores that the probabilities of discrete outcomes change with the points.
 
     Args:
-        model: A model of one output and one latent function.
+        model: A model of one output.
         locations: ``s x d`` locations whose uncertainty is to be reduced. With ``None``, each
             candidate is its own only location.
         criterion: One of `seqgp.acquisition.uncertainty.CRITERIA`, or several of them. The score of
@@ -278,7 +287,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         **arguments: Any,
     ) -> None:
         check_likelihood_arguments(model, arguments, type(self).__init__)
-        uncertainties = checked_criteria(model, locations, criterion, threshold)
+        uncertainties, locations = checked_criteria(model, locations, criterion, threshold)
         super().__init__(model)
         self.uncertainties = uncertainties
         self.register_buffer("locations", locations)
@@ -300,9 +309,10 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each uncertainty now, and what observing at ``b x 1 x d`` points brings."""
         nugget = nugget_of(self.model.likelihood)
-        flat = X.reshape(-1, X.shape[-1])
+        flat = with_task(self.model, X.reshape(-1, X.shape[-1]))
         at = marginals(self.model, flat, flat[:0] if self.locations is None else self.locations)
-        ahead = look_ahead(self.model.likelihood, at, self.num_fantasies, self.seed, self.arguments)
+        arguments = self.arguments | arguments_of_tasks(self.model, flat, self.locations)
+        ahead = look_ahead(self.model.likelihood, at, self.num_fantasies, self.seed, arguments)
         if self.locations is None:
             gain = _gain_at_candidates(self.uncertainties[0], at, ahead, nugget)
             yield gain.new_ones(()), gain.reshape(X.shape[:-2])
@@ -322,6 +332,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each uncertainty now, and what observing at ``b x q x d`` points brings."""
         nugget = nugget_of(self.model.likelihood)
+        X = with_task(self.model, X)
+        arguments_of_tasks(self.model, X, self.locations)  # which checks them
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
         if self.locations is None:
             here, later, weights = X, X, X.new_full(X.shape[-2:-1], 1 / X.shape[-2])
@@ -331,9 +343,8 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
             later = here.reshape(*[1] * (X.dim() - 2), *here.shape)
         moments = []
         for model, where in ((self.model, here), (fantasies, later)):
-            with gpt_posterior_settings():
-                f = model.eval()(model.transform_inputs(where))
-            moments.append((f.mean, f.variance + nugget))
+            mean, variance = latent_moments(model, where)
+            moments.append((mean, variance + nugget))
         for uncertainty in self.uncertainties:
             now, after = (uncertainty(*each) @ weights for each in moments)
             after = after.reshape(self.num_fantasies, -1, *X.shape[:-2])
@@ -357,7 +368,12 @@ def check_likelihood_arguments(
     """
     if not isinstance(model, SequentialGP):
         raise TypeError(f"model: expected a SequentialGP, got {type(model).__name__}.")
-    check_arguments(model.likelihood, arguments, inspect.signature(function).parameters)
+    options = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    check_arguments(model.likelihood, arguments, options)
 
 
 def checked_criteria(
@@ -366,8 +382,8 @@ def checked_criteria(
     criterion: str | Sequence[str],
     threshold: float | None,
     name: str = "locations",
-) -> list[Uncertainty]:
-    """Check the model and the locations, and make the criteria.
+) -> tuple[list[Uncertainty], Tensor | None]:
+    """Check the model and the locations, and make the criteria; return both.
 
     Args:
         model: The model.
@@ -376,22 +392,24 @@ def checked_criteria(
         threshold: The threshold, for criteria that have one.
         name: The name of the locations, for errors.
     """
-    if model.num_outputs != 1 or not has_one_latent(model.likelihood):
-        several = model.num_outputs != 1
+    if model.num_outputs != 1:
+        classes = not has_one_latent(model.likelihood)
         raise ValueError(
-            "model: expected one output and one latent function; "
+            "model: expected one output; "
             + (
-                "select an output with model.subset_output."
-                if several
-                else f"a {type(model.likelihood).__name__} has several, for which there is "
+                f"a {type(model.likelihood).__name__} has several, for which there is "
                 "qNegIntegratedPosteriorVariance."
+                if classes
+                else "select an output with model.subset_output."
             )
         )
     link = model_link(model)
     if locations is not None:
+        locations = with_task(model, locations, name)
         check_inputs(locations, model.num_inputs, name)
         if locations.dim() != 2 or len(locations) == 0:
             raise ValueError(f"{name}: expected shape n x d, got {tuple(locations.shape)}.")
+        check_of_output(model, locations, name, "its uncertainty is to be reduced")
     criteria = [criterion] if isinstance(criterion, str) else list(criterion)
     if not criteria:
         raise ValueError("criterion: expected at least one, got none.")
@@ -401,19 +419,25 @@ def checked_criteria(
             f"{'there are none' if locations is None else 'a volume is not reduced'}; got "
             f"{', '.join(map(repr, criteria))}."
         )
-    return [Uncertainty(each, link, threshold) for each in criteria]
+    return [Uncertainty(each, link, threshold) for each in criteria], locations
 
 
 def model_link(model: SequentialGP) -> Link:
     """The link from the latent function of a model to the scale of its observations.
 
     Args:
-        model: A model of one output and one latent function.
+        model: A model of one output.
     """
-    link, transform = link_of(model.likelihood), getattr(model, "outcome_transform", None)
+    link, transform = link_of(model.output_likelihood), getattr(model, "outcome_transform", None)
     if transform is None:
         return link
-    inverse = affine(transform)
+    inverse: Affine | None
+    if isinstance(model, SequentialMultiTaskGP):
+        inverse = model.output_scale
+        if bool((inverse.offset == 0) & (inverse.scale == 1)):  # labels, for example
+            return link
+    else:
+        inverse = affine(transform)
     if inverse is None or link.scale is None:
         raise ValueError(
             "model: with a non-linear outcome_transform the latent function and the threshold are "

@@ -198,7 +198,7 @@ class Condition(NamedTuple):
 def likelihood_of(model: Model | torch.nn.Module) -> Likelihood | None:
     """The likelihood of what a model's posterior is about, ``None`` if it is not known.
 
-    That of a `SequentialMultiTaskGP` of one output task is the likelihood of the task.
+    For a `SequentialMultiTaskGP` with one output task, it is the likelihood of that task.
 
     Args:
         model: The model.

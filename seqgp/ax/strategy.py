@@ -187,12 +187,12 @@ def generation_strategy(
 
 def _options(metric: str, given: Likelihood) -> dict[str, Any]:
     """Options of the model of a metric."""
-    name, *total = (given,) if isinstance(given, str) else given
-    if name not in LIKELIHOODS or len(total) != (name == "binomial"):
+    name, *total = given if isinstance(given, tuple | list) and given else (given,)
+    if name not in list(LIKELIHOODS) or len(total) != (name == "binomial"):
         names = ", ".join(map(repr, LIKELIHOODS))
         raise ValueError(
             f"likelihoods: expected one of {names} for {metric!r}, with a total for binomial as in "
-            f"('binomial', 20); got {given!r}."
+            f"('binomial', 20); got {given!r:.80}."
         )
     if name == "gaussian":
         return {}
@@ -248,6 +248,8 @@ def _initial_node(
 
 def _check_parameters(search_space: SearchSpace, points: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless points have all parameters of a search space, with possible values."""
+    if isinstance(points, Mapping):
+        raise TypeError("points: expected a list of dictionaries, got a dictionary.")
     for point in points:
         check_instance(point, Mapping, "points", optional=False)
         for name, parameter in search_space.tunable_parameters.items():

@@ -1,4 +1,4 @@
-"""What is saved of a model, and how a model is restored from it.
+"""What a checkpoint contains, and how a model is restored from it.
 
 A checkpoint holds everything that a stream needs to continue, as tensors, numbers and strings; how
 these are written and read is the subject of `seqgp.checkpoint.storage`. What the model consists of
@@ -12,7 +12,7 @@ import copy
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ _KNOWN_BY_NAME = {name_of(kind): kind for kind in _KNOWN}
 #: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
-#: What a checkpoint holds.
+#: The fields of a checkpoint, and their types.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "class": str,
     "parts": (dict, type(None)),
@@ -80,7 +80,8 @@ _RESERVED = set(vars(gpytorch.Module()))
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
-    *("_past", "_whitened", "_summary_known", "_leaves", "_floating", "settled_at", "guard"),
+    *("_past", "_whitened", "_summary_known", "_leaves", "_own_steps", "_floating", "settled_at"),
+    "guard",
 }
 _NUMBER = int | float
 
@@ -88,31 +89,31 @@ _NUMBER = int | float
 def save(
     model: torch.nn.Module, path: str | os.PathLike[str], extra: dict[str, Any] | None = None
 ) -> None:
-    """Write a model to a file, from which `load` restores one that continues identically.
+    """Save a model to a file, so that it can be loaded and updated further.
 
-    Saved are hyperparameters, inducing points, the posterior and the summary, the memory and its
-    weights, the likelihood, the transforms, the options and counts of the stream, and the state of
-    the random number generators of torch, NumPy and Python. (An update has no optimiser that
-    outlives it; the state of one of your own can be in ``extra``.) A stream that is saved after an
-    update, killed, loaded and continued gives the same results as one that was not, bit by bit.
+    The file holds hyperparameters, inducing points, posterior, summary and memory, the likelihood,
+    transforms, the options and counts of the stream, and the state of the random number generators
+    of torch, NumPy and Python. A stream that is killed, loaded and continued gives bitwise the same
+    results as one that was not interrupted. (If you use an optimiser of your own, save its state in
+    ``extra``.)
 
-    The file is replaced as a whole or not at all, even if the process is killed meanwhile. It keeps
-    its mode.
+    The file is replaced as a whole or not at all, even if the process is killed. An existing file
+    keeps its permissions.
 
-    A model with a ``process_group`` is saved by all of its processes together: the first one writes
-    all that they know, and `load` can share it among any number of them.
+    All processes of a model with a ``process_group`` have to call `save`. The first one writes the
+    file, and `load` can distribute the model among any number of processes.
 
     Args:
         model: A `SequentialGP`, conditioned or not, or any GPyTorch model whose variational
             strategy is a `DualVariationalStrategy`.
-        path: The file. Its directory has to exist.
-        extra: More to save: numbers, strings, tensors, and lists, tuples and dictionaries of these
-            (the number of the next batch, ``optimizer.state_dict()``), and records of updates.
-            `load_extra` returns it.
+        path: The file. Its directory must exist.
+        extra: Anything else to save: numbers, strings, tensors, records of updates, and lists,
+            tuples and dictionaries of these. Examples are the number of the next batch, or
+            ``optimizer.state_dict()``. `load_extra` returns it.
 
     Raises:
         TypeError: If the model or ``extra`` cannot be saved.
-        OSError: If the file cannot be written. The old one, if there is one, is intact.
+        OSError: If the file cannot be written. An existing file is then intact.
 
     Example:
         >>> import tempfile, torch, seqgp
@@ -120,8 +121,8 @@ def save(
         >>> Y = 2**0.5 * torch.sin(12.6 * X)
         >>> model = seqgp.SequentialGP(X[:30], Y[:30])
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     seqgp.save(model, f"{directory}/model.pt", extra={"next": 1})
-        ...     again = seqgp.load(f"{directory}/model.pt")
+        ...     seqgp.save(model, f"{directory}/model.seqgp", extra={"next": 1})
+        ...     again = seqgp.load(f"{directory}/model.seqgp")
         >>> records = [m.update(X[30:], Y[30:], steps=3) for m in (model, again)]
         >>> records[0].elbo == records[1].elbo
         True
@@ -133,6 +134,8 @@ def save(
             f"got a {type(model).__name__}. Models of a ModelListGP are saved one by one; a "
             "BatchOptimizer has a state_dict()."
         )
+    if not isinstance(extra, Mapping | None):
+        raise TypeError(f"extra: expected a dictionary, got a {type(extra).__name__}.")
     try:
         described_extra = describe(dict(extra or {}), "extra")
     except CannotDescribe as error:
@@ -158,17 +161,17 @@ def load(
     random_state: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
-    """Load the model that `save` wrote.
+    """Load a model that was saved by `save`.
 
     Args:
         path: The file. Nothing in it is executed.
-        like: A model that is built as the saved one was, with any data, if it has parts of your
-            own: a kernel, a likelihood, a subclass (or make these known with
-            `seqgp.checkpoint.register`). It is copied, not changed.
-        device: Where to put the model; by default where ``like`` is, or the CPU.
-        dtype: Its precision; by default as it was saved. Results then agree within that precision.
-        random_state: Whether to restore the random number generators of torch, NumPy and Python,
-            too. A stream needs that only if your own code draws from them.
+        like: A model that was built in the same way as the saved one, with any data. Required if
+            the model contains classes of your own (a kernel, a likelihood, a subclass), unless you
+            have registered these with `seqgp.checkpoint.register`. It is copied, not changed.
+        device: The device of the model. By default that of ``like``, or the CPU.
+        dtype: The dtype of the model. By default that of the saved model.
+        random_state: Whether to restore the random number generators of torch, NumPy and Python.
+            This is only needed if your own code uses them.
         process_group: Processes that share the model's observations from now on, as in
             `SequentialGP`. All of them have to load the same file.
 
@@ -176,8 +179,9 @@ def load(
         The model.
 
     Raises:
-        CheckpointError: If the file is not a valid checkpoint: something else, damaged, of another
-            version. Or if its model has parts of your own and ``like`` is missing.
+        CheckpointError: If the file is not a checkpoint, is damaged, or was written by an
+            incompatible version; or if the model contains classes of your own and ``like`` is
+            missing.
         OSError: If the file cannot be read.
 
     Example:
@@ -188,13 +192,13 @@ def load(
         >>> def build(n):
         ...     return seqgp.SequentialGP(X[:n], torch.sin(6 * X[:n]), covar_module=Own())
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     seqgp.save(build(20), f"{directory}/model.pt")
-        ...     model = seqgp.load(f"{directory}/model.pt", like=build(3), dtype=torch.float32)
+        ...     seqgp.save(build(20), f"{directory}/model.seqgp")
+        ...     model = seqgp.load(f"{directory}/model.seqgp", like=build(3), dtype=torch.float32)
         >>> model.posterior(X.float()).mean.dtype, model.num_data
         (torch.float32, 20)
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: expected one of torch's, as torch.float32, got {dtype!r}.")
+        raise TypeError(f"dtype: expected a torch.dtype such as torch.float32, got {dtype!r}.")
     if device is not None:
         torch.empty(0, device=device)  # which raises if there is no such device
     content = _read(path)
@@ -217,7 +221,7 @@ def load(
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load what was given to `save` as ``extra``.
+    """Load what was passed to `save` as ``extra``.
 
     Args:
         path: The file. Nothing in it is executed.
@@ -231,8 +235,8 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> X = torch.linspace(-1.6, 1.6, 20, dtype=torch.double).unsqueeze(-1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     model = seqgp.SequentialGP((X + 1.6) / 3.2, X)
-        ...     seqgp.save(model, f"{directory}/model.pt", extra={"next batch": 7})
-        ...     load_extra(f"{directory}/model.pt")
+        ...     seqgp.save(model, f"{directory}/model.seqgp", extra={"next batch": 7})
+        ...     load_extra(f"{directory}/model.seqgp")
         {'next batch': 7}
     """
     content = _read(path)
@@ -552,9 +556,9 @@ def _is_alike(value: Any, own: Any) -> bool:
 
 
 def _require(condition: bool, name: str) -> None:
-    """Raise unless something in a checkpoint is what it should be."""
+    """Raise if something in a checkpoint is not valid."""
     if not condition:
-        raise CheckpointError(f"{name or 'the model'} is not what it should be.")
+        raise CheckpointError(f"{name or 'the model'} is not valid.")
 
 
 # -------------------------------------------------------------------------------- random numbers

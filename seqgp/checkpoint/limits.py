@@ -1,4 +1,4 @@
-"""How much memory may be taken while a model is built from a file.
+"""A limit on the memory that is allocated while a model is built from a file.
 
 Files are small, but what they say can be large: a kernel of 10^12 dimensions is a few bytes. No
 constructor checks that, so the tensors that constructors make are counted, before they are made.

@@ -146,7 +146,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if callable(value) and hasattr(value, "__qualname__"):
             kind = f"the function {value.__qualname__}"
-        raise CannotDescribe(f"{name} is {kind}, which checkpoints do not know")
+        raise CannotDescribe(f"{name} is {kind}, which is not a class that checkpoints can store")
     arguments = {}
     for argument, default in _arguments(part.cls).items():
         found, content = _find(value, argument, part)
@@ -435,7 +435,8 @@ for _cls in (
     register(_cls, _PRIOR)
 register(gp.UniformPrior, {**_PRIOR, "a": "low", "b": "high"})
 register(BetaPrior, {**_PRIOR, "transform": None})
-register(sl.TaskLikelihood, {"likelihoods": lambda m: list(m.likelihoods)})
+for _cls in (sl.TaskLikelihood, sl.GaussianTaskLikelihood):
+    register(_cls, {"likelihoods": lambda m: list(m.likelihoods)})
 register(
     gm.MultitaskMean,
     {"base_means": lambda m: list(m.base_means), "num_tasks": lambda m: m.num_tasks},

@@ -93,7 +93,7 @@ class CheckpointError(ValueError):
         >>> import tempfile, seqgp
         >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = Path(directory) / "model.pt"
+        ...     path = Path(directory) / "model.seqgp"
         ...     _ = path.write_text("something else")
         ...     try:
         ...         seqgp.load(path)
@@ -497,7 +497,7 @@ def _parse_record(record: Any) -> _Record:
             strides = _contiguous_strides(shape)
         if _are_counts(strides) and len(strides) == len(shape) and _is_dense(shape, strides):
             return _Record(DTYPES[dtype], shape, strides, sha256)
-    raise CheckpointError("is not a valid checkpoint: it describes a tensor that cannot be.")
+    raise CheckpointError("is not a valid checkpoint: it describes an impossible tensor.")
 
 
 def _are_counts(values: Any) -> bool:
@@ -535,7 +535,7 @@ def _decode(value: Any, tensors: list[Tensor | None], depth: int = 0) -> Any:
             tensor, tensors[index] = tensors[index], None
             if tensor is not None:
                 return tensor
-        raise CheckpointError("is not a valid checkpoint: it refers to a tensor that is not there.")
+        raise CheckpointError("is not a valid checkpoint: it refers to a tensor that is missing.")
     return {
         key[1:] if key.startswith("$$") else key: _decode(item, tensors, depth + 1)
         for key, item in value.items()

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from seqgp.dual.sites import Sites
 
+#: How many rows of a symmetric product are computed at once.
+GRAM_BLOCK = 100
+
 
 class Duals(NamedTuple):
     """Whitened tied duals.
@@ -56,9 +59,29 @@ def tie(A: Tensor, sites: Sites) -> Duals:
     if A.shape[:-2].numel() == 1 and beta.shape[:-1].numel() > 1:
         # Latents that share a prior: one after the other, so that no copy of A for each is made.
         shared = A.reshape(A.shape[-2:])
-        B = torch.stack([(shared * row) @ shared.mT for row in beta.flatten(0, -2)])
+        B = torch.stack([weighted_gram(shared, row) for row in beta.flatten(0, -2)])
         return Duals(lam, B.reshape(*beta.shape[:-1], *B.shape[-2:]))
-    return Duals(lam, (A * beta.unsqueeze(-2)) @ A.mT)
+    return Duals(lam, weighted_gram(A, beta))
+
+
+def weighted_gram(A: Tensor, weights: Tensor) -> Tensor:
+    """``A diag(weights) A^T``, of which products of large blocks leave out half: it is symmetric.
+
+    Args:
+        A: ``... x m x n``.
+        weights: ``... x n``.
+    """
+    weighted = A * weights.unsqueeze(-2)
+    m = A.shape[-2]
+    if m <= 2 * GRAM_BLOCK or torch.is_grad_enabled():
+        return weighted @ A.mT
+    result = weighted.new_empty(*weighted.shape[:-1], m)
+    for start in range(0, m, GRAM_BLOCK):
+        end = min(start + GRAM_BLOCK, m)
+        rows = weighted[..., start:end, :] @ A[..., :end, :].mT
+        result[..., start:end, :end] = rows
+        result[..., :start, start:end] = rows[..., :start].mT
+    return result
 
 
 def accumulate(chunks: Iterable[tuple[Tensor, Sites]], start: Duals) -> Duals:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from seqgp.dual.duals import Duals
-from seqgp.dual.posterior import Factors, factorise
+from seqgp.dual.posterior import Factors, factorise, has_posterior
 
 
 def natural_factors(duals: Duals) -> Factors:
@@ -44,8 +44,42 @@ class _NaturalFactors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (R, mean), (grad_R, grad_mean) = ctx.saved_tensors, gradients
-        inner = (R.mT @ grad_R).tril()
-        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
-        grad_S = -0.5 * R @ (inner + inner.mT) @ R.mT
-        return grad_mean - 2 * (grad_S @ mean.unsqueeze(-1)).squeeze(-1), -2 * grad_S
+        return tuple(natural_gradients(Factors(*ctx.saved_tensors), Factors(*gradients)))
+
+
+def natural_gradients(factors: Factors, gradients: Factors) -> Duals:
+    """Natural gradients with respect to the duals.
+
+    Args:
+        factors: The posterior.
+        gradients: Gradients with respect to them.
+    """
+    (R, mean), (grad_R, grad_mean) = factors, gradients
+    inner = (R.mT @ grad_R).tril()
+    inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
+    grad_S = -0.5 * R @ (inner + inner.mT) @ R.mT
+    return Duals(grad_mean - 2 * (grad_S @ mean.unsqueeze(-1)).squeeze(-1), -2 * grad_S)
+
+
+def shortened_step(duals: Duals, gradients: Duals, size: float) -> Duals:
+    """A step down the gradients, halved until there is a posterior.
+
+    Args:
+        duals: The duals.
+        gradients: Natural gradients of a loss.
+        size: The step size.
+    """
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        raise FloatingPointError(
+            "The natural gradient is not finite; nothing has been changed. Check the scale of "
+            "inputs, targets and hyperparameters."
+        )
+    for _ in range(16):
+        new = Duals(*(x - size * g for x, g in zip(duals, gradients, strict=True)))
+        if has_posterior(new):
+            return new
+        size /= 2
+    raise FloatingPointError(
+        "No natural-gradient step leads to a posterior; nothing has been changed. Use a "
+        "smaller lr=, and check the scale of inputs, targets and hyperparameters."
+    )

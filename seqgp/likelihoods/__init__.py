@@ -10,7 +10,7 @@
 """
 
 from seqgp.likelihoods import softmax as _softmax  # registers its rules  # noqa: F401
-from seqgp.likelihoods.by_task import TaskLikelihood
+from seqgp.likelihoods.by_task import GaussianTaskLikelihood, TaskLikelihood
 from seqgp.likelihoods.choices import ChoiceLikelihood
 from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import (
@@ -30,6 +30,7 @@ __all__ = [
     "CensoredGaussianLikelihood",
     "ChoiceLikelihood",
     "GammaLikelihood",
+    "GaussianTaskLikelihood",
     "HeteroscedasticGaussianLikelihood",
     "OrdinalLikelihood",
     "OverdispersedBinomialLikelihood",

@@ -6,9 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import BetaLikelihood, Likelihood
+
+# GPyTorch's base class of Gaussian likelihoods, which has no public name.
+from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
+from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution, Normal, constraints
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.sites import Expectations
@@ -22,7 +27,7 @@ from seqgp.likelihoods.predictive import log_predictive
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
 from seqgp.likelihoods.traits import has_one_latent
 
-__all__ = ["TaskLikelihood"]
+__all__ = ["GaussianTaskLikelihood", "TaskLikelihood"]
 
 
 class TaskLikelihood(OneDimensionalLikelihood):
@@ -103,6 +108,89 @@ class TaskLikelihood(OneDimensionalLikelihood):
             else:
                 result = torch.where(mine, own, result)
         return result
+
+
+class _WithNoiseOfItsOwn(_GaussianLikelihoodBase):
+    """A Gaussian likelihood whose noise is not that of its base class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Likelihood.__init__(self)
+
+
+class GaussianTaskLikelihood(TaskLikelihood, _WithNoiseOfItsOwn):
+    r"""A `TaskLikelihood` of tasks that are all Gaussian, each with noise of its own.
+
+    It takes the place of `gpytorch.likelihoods.HadamardGaussianLikelihood`: objectives for exact
+    GPs know that it is Gaussian.
+
+    Args:
+        likelihoods: A `GaussianLikelihood` for each task.
+
+    Example:
+        >>> from gpytorch.likelihoods import GaussianLikelihood
+        >>> likelihood = GaussianTaskLikelihood([GaussianLikelihood(), GaussianLikelihood()])
+        >>> likelihood.noise = torch.tensor([0.25, 4.0])
+        >>> likelihood(torch.zeros(2), task=torch.tensor([1, 0])).stddev.detach()
+        tensor([2.0000, 0.5000])
+    """
+
+    has_analytic_marginal = True
+
+    @property
+    def noise(self) -> Tensor:
+        """The noise variance of each task, ``t``."""
+        parts: list[Any] = list(self.likelihoods)
+        return torch.cat([each.noise.reshape(1) for each in parts])
+
+    @noise.setter
+    def noise(self, value: Tensor) -> None:
+        parts: list[Any] = list(self.likelihoods)
+        for each, own in zip(parts, value.expand(len(parts)), strict=True):
+            each.noise = own
+
+    def _shaped_noise_covar(
+        self, base_shape: torch.Size, *params: Any, **kwargs: Any
+    ) -> DiagLinearOperator:
+        noise = self.noise[self._checked(kwargs.get("task"))]
+        return DiagLinearOperator(noise.expand(base_shape))
+
+    def forward(  # type: ignore[override]
+        self, function_samples: Tensor, *args: Any, task: Tensor | None = None, **kwargs: Any
+    ) -> Normal:
+        """The distribution of observations given latent values ``... x n``."""
+        normal: Normal = _GaussianLikelihoodBase.forward(
+            self, function_samples, task=task, **kwargs
+        )
+        return normal
+
+    def marginal(
+        self, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> MultivariateNormal:
+        """The distribution of observations.
+
+        Args:
+            function_dist: That of the latent function. In train mode, a model has said there which
+                task each of its inputs belongs to.
+            args: Not used.
+            kwargs: ``task``.
+        """
+        kwargs = {**getattr(function_dist, "arguments", {}), **kwargs}
+        return _GaussianLikelihoodBase.marginal(self, function_dist, **kwargs)
+
+    def log_marginal(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Log densities, ``... x n``; arguments are those of `marginal`."""
+        return _GaussianLikelihoodBase.log_marginal(self, observations, function_dist, **kwargs)
+
+    def expected_log_prob(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """In closed form, ``... x n``; arguments are those of `marginal`."""
+        kwargs = {**getattr(function_dist, "arguments", {}), **kwargs}
+        return _GaussianLikelihoodBase.expected_log_prob(
+            self, observations, function_dist, **kwargs
+        )
 
 
 class TaskDistribution(Distribution):

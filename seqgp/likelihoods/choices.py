@@ -12,10 +12,10 @@ probability are
     e_1 - E[p] = \sum_j E[p_j] (e_1 - e_j), \qquad
     E[\operatorname{diag}(p) - p p^T] = \sum_{i < j} E[p_i p_j] (e_i - e_j) (e_i - e_j)^T,
 
-since :math:`\sum_j p_j = 1`. So the best Gaussian in place of a choice, whose precision couples all
-of its items, is a product of one-dimensional sites on the differences :math:`f_i - f_j` of all
-:math:`k (k - 1) / 2` pairs, with :math:`\alpha_{1j} = E[p_j]`, :math:`\alpha_{ij} = 0` for pairs of
-losers, and :math:`\beta_{ij} = E[p_i p_j] \ge 0`. Nothing is approximated but the integrals.
+since :math:`\sum_j p_j = 1`. So the best Gaussian approximation of a choice, whose precision
+couples all of its items, is a product of one-dimensional sites on the differences :math:`f_i - f_j`
+of all :math:`k (k - 1) / 2` pairs, with :math:`\alpha_{1j} = E[p_j]`, :math:`\alpha_{ij} = 0` for
+pairs of losers, and :math:`\beta_{ij} = E[p_i p_j] \ge 0`. Only the integrals are approximated.
 
 The marginals of these differences determine their joint distribution: with :math:`v_{ij}` for the
 variance of :math:`f_i - f_j`, the covariance of :math:`f_i - f_1` and :math:`f_j - f_1` is
@@ -59,6 +59,10 @@ class ChoiceLikelihood(OneDimensionalLikelihood):
     it is a comparison with the logit link, which may also have been lost: its target is 1 or 0.
     Targets of other choices are 1. Log probabilities are those of the first pair of each choice;
     those of its other pairs are zero (and NaN for predictive ones).
+
+    Attributes:
+        link: ``"logit"``, of which the softmax of two items is a case.
+        is_log_concave: ``True``.
 
     Example:
         >>> import torch

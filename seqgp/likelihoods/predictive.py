@@ -19,11 +19,17 @@ from gpytorch.likelihoods import (
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+from seqgp.likelihoods.continuous import (
+    CensoredGaussianLikelihood,
+    CensoredNormal,
+    GammaLikelihood,
+    bounded_exp,
+)
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
-from seqgp.likelihoods.expectations import conditional_log_prob
+from seqgp.likelihoods.expectations import conditional_log_prob, per_target, rule_for
 from seqgp.likelihoods.logit_normal_binomial import log_prob_and_slope
 from seqgp.likelihoods.psychometric import PsychometricLikelihood
-from seqgp.likelihoods.quadrature import latent_nodes
+from seqgp.likelihoods.quadrature import latent_nodes, normal_nodes, normal_weights
 from seqgp.likelihoods.ratings import RatingLikelihood
 from seqgp.likelihoods.traits import has_one_latent, observation_noise
 
@@ -34,8 +40,8 @@ def log_predictive(
 ) -> Tensor:
     """Log predictive density of each target.
 
-    In closed form for Gaussian and Bernoulli likelihoods, by quadrature for others of one latent
-    function, and by fixed base samples for those of several.
+    In closed form for Gaussian and Bernoulli likelihoods and their relatives, by quadrature for
+    others of one latent function, and by fixed base samples for those of several.
 
     Args:
         likelihood: A GPyTorch likelihood.
@@ -88,6 +94,51 @@ def _psychometric(
     **kwargs: Any,
 ) -> Tensor:
     return likelihood.log_prob(targets, mean / (1 + variance).sqrt())
+
+
+@rule_for(log_predictive, CensoredGaussianLikelihood)
+def _censored(
+    likelihood: CensoredGaussianLikelihood,
+    targets: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    side: Tensor | None = None,
+    width: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    r"""In closed form: what is censored is :math:`h \sim N(m, v + \sigma^2)`."""
+    mean, variance = per_target(likelihood, targets, mean, variance)
+    scale = (variance + likelihood.noise).sqrt()
+    return CensoredNormal(mean, scale, side, width).log_prob(targets)
+
+
+@rule_for(log_predictive, GammaLikelihood)
+def _gamma(
+    likelihood: GammaLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
+) -> Tensor:
+    r"""By quadrature about the mode of :math:`p(y \mid f) N(f; m, v)`.
+
+    A likelihood of a large shape is narrow: nodes that are spread over :math:`N(m, v)` would miss
+    it. The mode is where :math:`a (y e^{-f} - 1) = (f - m) / v`. Newton's method begins left of it,
+    at :math:`\min(m, \log y)`, and increases to it, as the left-hand side is convex.
+    """
+    mean, variance = per_target(likelihood, targets, mean, variance)
+    with torch.no_grad():
+        a, mode = likelihood.shape, torch.minimum(mean, targets.log())
+        for _ in range(50):
+            slope = a * targets * bounded_exp(-mode)
+            step = (slope - a - (mode - mean) / variance) / (slope + 1 / variance)
+            mode = mode + step
+            if not bool((step.abs() > 1e-6 * (1 + mode.abs())).any()):
+                break
+        scale = (a * targets * bounded_exp(-mode) + 1 / variance).rsqrt()
+    nodes = normal_nodes(mean)
+    f = mode + scale * nodes
+    log_ratio = 0.5 * (nodes.square() - (f - mean).square() / variance) + (
+        scale.log() - 0.5 * variance.log()
+    )
+    log_weights = normal_weights(mean, log=True).reshape(-1, *[1] * mean.dim())
+    return (log_weights + likelihood.log_prob(targets, f) + log_ratio).logsumexp(0)
 
 
 @log_predictive.register(OverdispersedBinomialLikelihood)

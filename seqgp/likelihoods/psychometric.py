@@ -14,6 +14,9 @@ from seqgp.likelihoods.quadrature import OneDimensionalLikelihood, normal_nodes,
 
 __all__ = ["PsychometricLikelihood"]
 
+#: Number of nodes for expected log probabilities.
+NUM_NODES = 128
+
 
 class PsychometricLikelihood(OneDimensionalLikelihood):
     r"""Labels 0 and 1 of someone who guesses and slips: Bernoulli with guess and lapse rates.
@@ -91,9 +94,9 @@ class PsychometricLikelihood(OneDimensionalLikelihood):
     ) -> Tensor:
         r""":math:`E[\log p(y \mid f)]` by quadrature, ``... x n``.
 
-        With more nodes than GPyTorch's 20: the rates make it bend where :math:`\Phi` meets them.
+        With more nodes than others: the rates make it bend where :math:`\Phi` meets them.
         """
         mean, variance = function_dist.mean, function_dist.variance
-        nodes = normal_nodes(mean, dim=max(mean.dim(), observations.dim()))
+        nodes = normal_nodes(mean, NUM_NODES, max(mean.dim(), observations.dim()))
         log_probs = self.log_prob(observations, mean + variance.sqrt() * nodes)
-        return torch.tensordot(normal_weights(log_probs), log_probs, 1)
+        return torch.tensordot(normal_weights(log_probs, NUM_NODES), log_probs, 1)

@@ -58,7 +58,7 @@ def output_latents(likelihood: Likelihood) -> tuple[int, ...] | None:
 
 
 def likelihoods_of_tasks(likelihood: Likelihood) -> list[Any] | None:
-    """Those of a likelihood that has one for each task, ``None`` for others.
+    """The likelihoods of the tasks, if a likelihood has one for each task, otherwise ``None``.
 
     Args:
         likelihood: The likelihood.

@@ -1,4 +1,4 @@
-"""The BoTorch face: models, their posteriors, and how they are fitted."""
+"""The BoTorch interface: models, their posteriors, and how they are fitted."""
 
 from seqgp.models import pathwise as _pathwise  # registers BoTorch's samplers  # noqa: F401
 from seqgp.models.multi_task_gp import SequentialMultiTaskGP

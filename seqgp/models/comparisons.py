@@ -76,7 +76,7 @@ def check_choices(choices: Any, items: Tensor) -> Tensor:
     """
     check_tensor(choices, "choices")
     if items.dim() > 2:
-        raise ValueError("choices: a batch of models learns from comparisons alone.")
+        raise ValueError("choices: not supported for a batch of models.")
     if choices.dim() != 2 or choices.shape[-1] < 2:
         raise ValueError(
             "choices: expected shape n x k, the indices of at least two items in each row, the "
@@ -95,7 +95,7 @@ def check_choices(choices: Any, items: Tensor) -> Tensor:
     none = indices < 0
     if bool(none[:, :2].any() | (none[:, :-1] & ~none[:, 1:]).any()):
         raise ValueError(
-            "choices: expected at least two items in each row, and -1 at its end only."
+            "choices: expected at least two items in each row, and -1 only at the end of a row."
         )
     return indices.to(items.device)
 
@@ -187,7 +187,7 @@ class Answers:
             arguments["choice_size"] = sizes
         elif choices is not None:
             raise ValueError(
-                f"choices: {type(compared).__name__} has none; build the model with "
+                f"choices: not supported by a {type(compared).__name__}; build the model with "
                 "likelihood=seqgp.ChoiceLikelihood()."
             )
         inputs = compared_items(items, comparisons.to(items.device))
@@ -196,7 +196,7 @@ class Answers:
         if likelihood_of_ratings(likelihood) is None:
             if ratings is not None:
                 raise ValueError(
-                    "ratings: the model has no likelihood for them; build it with "
+                    "ratings: this model has no likelihood of ratings; build it with "
                     "rating_likelihood=seqgp.RatingLikelihood()."
                 )
             return cls(inputs, targets, coefficients, arguments)
@@ -227,7 +227,7 @@ def check_ratings(ratings: Any, items: Tensor) -> Tensor:
     """
     check_tensor(ratings, "ratings")
     if items.dim() > 2:
-        raise ValueError("ratings: a batch of models learns from comparisons alone.")
+        raise ValueError("ratings: not supported for a batch of models.")
     if ratings.shape != items.shape[:1]:
         raise ValueError(
             f"ratings: expected {len(items)} numbers, one for each item and NaN for those that "
@@ -242,9 +242,10 @@ def with_ratings(likelihood: Likelihood, ratings: Likelihood | Tensor | None) ->
     """The likelihood of comparisons and ratings together.
 
     Args:
-        likelihood: That of comparisons.
-        ratings: That of ratings, or ratings that one is made for: a `RatingLikelihood` which begins
-            with their mean and their standard deviation. ``None`` if there are none.
+        likelihood: The likelihood of comparisons.
+        ratings: The likelihood of ratings, or the ratings themselves. These get a
+            `RatingLikelihood` that is initialised with their mean and standard deviation. ``None``
+            if there are no ratings.
     """
     if ratings is None:
         return likelihood
@@ -301,7 +302,7 @@ def outcomes(likelihood: Likelihood, pairs: Tensor, ties: Tensor | None) -> Tens
         )
     if not allowed:
         raise ValueError(
-            f"ties: {type(likelihood).__name__} has none; build the model with "
+            f"ties: not supported by a {type(likelihood).__name__}; build the model with "
             "likelihood=seqgp.TieLikelihood()."
         )
     return won - ties.to(won)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from botorch.models.transforms.input import AffineInputTransform, InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils import validate_input_scaling
@@ -139,7 +140,7 @@ def assemble(
     all_Y = ranks.gather(train_Y, -2)
     all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        # What nobody needs of others stays where it is.
+        # Inputs are exchanged only if a transform or the choice of inducing points needs them.
         chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
         all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:
@@ -254,7 +255,7 @@ def _no_observations(
 ) -> Tensor:
     """``... x 0 x m`` targets of a model that is built before anything has been observed."""
     if coefficients is not None:
-        raise ValueError("train_Y: expected observations of the functionals, got None.")
+        raise ValueError("train_Y: required with coefficients, got None.")
     one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
     return points.new_zeros(*points.shape[:-1], 1 if one else num_outputs or 1)
 
@@ -340,7 +341,7 @@ def _noise_columns(noise: Tensor, Y: Tensor) -> Tensor:
 
 def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
     """Per-point arguments ``... [x m] x n``, of which some may be as ``Y`` is."""
-    square = shape[-1] > 1 and shape[-1] == shape[-2]  # which way it is, nobody knows
+    square = shape[-1] > 1 and shape[-1] == shape[-2]  # could be either of the two shapes
     return {
         key: _to_targets(value)
         if isinstance(value, Tensor) and value.shape == shape and not square
@@ -354,10 +355,15 @@ def _num_latents(likelihood: Likelihood, train_Y: Tensor) -> int | None:
     if has_one_latent(likelihood):
         return None
     latents: int = getattr(likelihood, "num_features", 0)
+    if isinstance(likelihood, SparseOutlierGaussianLikelihood):
+        raise ValueError(
+            "likelihood: the noise of a SparseOutlierGaussianLikelihood belongs to a fixed set of "
+            "training data; for outliers, use gpytorch.likelihoods.StudentTLikelihood."
+        )
     if not latents:
         raise ValueError(
-            f"likelihood: {type(likelihood).__name__} has neither one latent function nor "
-            "num_features of them."
+            f"likelihood: {type(likelihood).__name__} has several latent functions, but no "
+            "attribute num_features, their number."
         )
     if train_Y.shape[-1] > 1:
         raise ValueError(
@@ -398,9 +404,9 @@ def _observations(
         points = points.unsqueeze(-3) if has_outputs else points
         check_targets(given, points, likelihood, name="train_Y", **arguments)
         raise ValueError(
-            f"outcome_transform: {type(outcome_transform).__name__} turns what was observed "
-            f"into what {type(likelihood).__name__} cannot observe; observations that are not "
-            "real numbers are not transformed: leave it out."
+            f"outcome_transform: after a {type(outcome_transform).__name__}, train_Y are no longer "
+            f"possible observations of a {type(likelihood).__name__}; leave it out, since labels "
+            "and counts must not be transformed."
         ) from error
     return checked.to(lambda tensor: tensor.detach().clone())
 

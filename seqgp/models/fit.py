@@ -33,7 +33,7 @@ from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
-#: The evidence of exact models, or its approximation: `DualELBO` takes their place.
+#: Objectives of exact models, or approximations of them, which `DualELBO` replaces.
 EVIDENCE = (ExactMarginalLogLikelihood, PairwiseLaplaceMarginalLogLikelihood)
 
 #: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
@@ -240,9 +240,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
     model.check_not_fantasy()
     if isinstance(mll, _ApproximateMarginalLogLikelihood) and not isinstance(mll, DualELBO):
         model.refresh()
-        data = model.stream.observations
-        value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
-        return -value
+        return _loss(model, mll, model.stream.observations)
     ranks = model.variational_strategy.ranks
     if not isinstance(mll, _ApproximateMarginalLogLikelihood):
         if has_exact_objectives(model):
@@ -340,8 +338,7 @@ def _fit_full_batch(
     def loss() -> Tensor:
         bar.update()
         model.refresh()
-        data = model.stream.observations
-        return _loss(model, mll, data)
+        return _summed_loss(model, mll, model.stream.observations)
 
     objective = dual_loss if dual else loss
     chosen = _chosen_anew(model, covers)
@@ -423,7 +420,7 @@ class Minibatches(NamedTuple):
 
 
 def _minibatches_at_hand(model: FittedModel, size: int) -> Minibatches:
-    """Those of the observations that a model holds, in a random order."""
+    """Minibatches of the observations that a model holds, in random order."""
     data, n = model.stream.observations, model.num_data
     # The same minibatches whatever the global random state: fits are reproducible.
     generator = torch.Generator().manual_seed(0)
@@ -467,7 +464,7 @@ def fit_minibatches(
         for _ in range(most):
             for part in source.epoch():
                 model.natural_gradient_step(part, rho, source.num_data)
-                yield shared_loss(partial(_loss, model, mll, part), parameters, ranks)
+                yield shared_loss(partial(_summed_loss, model, mll, part), parameters, ranks)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         if epochs is not None:
@@ -519,7 +516,14 @@ def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[
 def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:
     """Any bound as a function of hyperparameters, with the sites as they are."""
     with fixed_sites():
-        return -mll(model(data.inputs), data.targets, **data.arguments).sum()
+        value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
+        return -value
+
+
+def _summed_loss(
+    model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations
+) -> Tensor:
+    return _loss(model, mll, data).sum()
 
 
 class _Halving:

@@ -1,9 +1,8 @@
 """Loading the state of a model: hyperparameters and transforms, for the data that it holds.
 
-A ``state_dict`` holds no data. What is loaded of it is what has been learnt: hyperparameters,
-transforms, and inducing points where they do not belong to the data. The posterior is that of the
-data at hand. All this happens on a copy, which becomes the model at the end: a state that does not
-fit changes nothing.
+A ``state_dict`` holds no data. Hyperparameters and transforms are loaded from it, and inducing
+points unless they are the inputs. Then the posterior of the model's own data is computed. All this
+happens on a copy, which replaces the model in the end: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from seqgp.models.protocol import DataModel
 from seqgp.streaming.draft import adopt, draft_of
 from seqgp.variational.state import TENSORS
 
-#: The names of what belongs to the variational strategy begin with this.
+#: The prefix of the names that belong to the variational strategy.
 _STRATEGY = "variational_strategy."
 #: By how much, in nats, the inducing points of a model have to be better than those of the state.
 _GAIN = 0.1
@@ -44,7 +43,8 @@ def load_state(
         model: The model.
         state: What ``state_dict()`` returned.
         strict: Whether its keys have to be those of this model.
-        keep_transforms: Whether the training targets are transformed anew.
+        keep_transforms: Whether the training targets are transformed anew, by the transforms of
+            the state; otherwise transforms keep the statistics that they have.
         assign: Whether to take on the precision and the device of the state.
     """
     model.check_not_fantasy()
@@ -82,6 +82,8 @@ def _loaded(
         draft.to(like)
     raw = _raw_observations(draft) if keep_transforms else None
     before = _transforms(draft)
+    if not keep_transforms:
+        state |= {k: v for k, v in _statistics(draft).items() if k in state}
     _load_modules(draft, state, strict)
     _check_transforms(model, before, _transforms(draft))
     if raw is not None:
@@ -121,15 +123,15 @@ def _check_summary(model: DataModel, saved: Mapping[str, Tensor]) -> None:
     if count is not None and bool(count.any()):
         if count.shape != own.shape or not torch.equal(count.to(own), own):
             raise ValueError(
-                "state_dict: it is that of a stream, of which some observations have been folded "
-                "into a summary; this model has not learnt them, and a state holds no data. Use "
-                "seqgp.save and seqgp.load. To load hyperparameters only, leave out the keys that "
-                f"begin with '{_STRATEGY}'. The model is unchanged."
+                "state_dict: it comes from a stream in which observations have been folded into a "
+                "summary. This model has not learnt these observations, and a state_dict holds no "
+                "data. Use seqgp.save and seqgp.load. To load hyperparameters only, leave out the "
+                f"keys that begin with '{_STRATEGY}'. The model is unchanged."
             )
     elif not model.num_data and "dual_B" in saved and bool(saved["dual_B"].any()):
         warnings.warn(
-            "The state is that of a model with data, which a state does not hold; this model has "
-            "none, and predicts with its prior. Use seqgp.save and seqgp.load.",
+            "This state_dict comes from a model with data, but a state_dict holds no data. This "
+            "model has none, so it predicts with its prior. Use seqgp.save and seqgp.load.",
             stacklevel=5,
         )
 
@@ -157,6 +159,17 @@ def _transforms(model: DataModel) -> dict[str, Tensor]:
     """The tensors of the transforms by name, copied."""
     parts = ("input_transform.", "outcome_transform.")
     return {k: v.clone() for k, v in model.state_dict().items() if k.startswith(parts)}
+
+
+def _statistics(model: DataModel) -> dict[str, Tensor]:
+    """What the transforms have learnt from the data at hand, by name; copies.
+
+    The targets have been transformed with it, so it stays unless they are transformed anew. (An
+    exact GP of BoTorch loads it, and learns it again at the next training step.)
+    """
+    module: Any = model
+    parameters = {name for name, _ in module.named_parameters()}
+    return {k: v for k, v in _transforms(model).items() if k not in parameters}
 
 
 def _check_transforms(

@@ -23,16 +23,17 @@ from botorch.utils.datasets import SupervisedDataset
 from botorch.utils.types import DEFAULT, _DefaultType
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, Likelihood
 from gpytorch.means import Mean, MultitaskMean
 from gpytorch.priors import Prior
 from linear_operator import to_dense
 from torch import Tensor
 
 from seqgp.distributed import Ranks
-from seqgp.likelihoods.by_task import TaskLikelihood
-from seqgp.likelihoods.traits import is_conjugate, is_real_valued
+from seqgp.likelihoods.by_task import GaussianTaskLikelihood, TaskLikelihood
+from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.construction import default_mean
+from seqgp.models.outcomes import Affine
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sequential_gp import NOISE_OF_FANTASIES, SequentialGP
 from seqgp.models.tasks import (
@@ -64,47 +65,47 @@ Likelihoods: TypeAlias = Likelihood | Sequence[Likelihood] | Mapping[int, Likeli
 
 
 class SequentialMultiTaskGP(SequentialGP):
-    r"""Outputs that inform each other, learnt from a stream, each with its own likelihood.
+    r"""A Gaussian process with several correlated outputs, each with its own likelihood.
 
-    It takes the place of `botorch.models.MultiTaskGP`, whose arguments come first: a column of the
-    inputs says which task an observation belongs to, and the prior is
-    :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (ICM), with the same kernels and priors. With
-    Gaussian observations and an inducing point at each input, posteriors at equal hyperparameters
-    are those of `MultiTaskGP`. What that cannot do:
+    It is a drop-in replacement for `botorch.models.MultiTaskGP`, with the same arguments first. One
+    column of the inputs says which task an observation belongs to. The prior is
+    :math:`k((x, t), (x', t')) = k(x, x') \, B_{tt'}` (an intrinsic coregionalisation model), with
+    the same kernels and priors. With Gaussian observations and an inducing point at each input, the
+    posterior is that of `MultiTaskGP` with the same hyperparameters. In addition,
 
-    * with several kernels, the prior is :math:`\sum_q k_q(x, x') \, B^q_{tt'}` (a linear model of
-      coregionalisation, LMC), so that tasks can share some of what they are made of;
+    * you can pass several kernels. The prior is then :math:`\sum_q k_q(x, x') \, B^q_{tt'}` (a
+      linear model of coregionalisation, LMC);
+    * each task can have its own likelihood. For example, a Gaussian objective, a count and a label
+      can be correlated;
+    * `update` learns from a stream, with observations of any tasks. Tasks that appear later must be
+      declared with ``all_tasks``;
+    * conditioning and fantasies work across tasks.
 
-    * each task can have a likelihood of its own: an objective that is Gaussian, a yield that is a
-      count and a validity that is a label, correlated;
-    * streaming by `update`, one task at a time if need be, also of tasks that appear later, if
-      they are declared by ``all_tasks``; conditioning and fantasies, across tasks.
-
-    Inducing points never leave the values of tasks. Observations are standardised task by task, if
-    they are real numbers, where `MultiTaskGP` standardises them together.
+    Inducing points only take existing values in the task column. Real-valued observations are
+    standardised for each task separately. (`MultiTaskGP` standardises all of them together.)
 
     Args:
-        train_X: ``n x (d + 1)`` inputs, of which one column has the task; ``n x d`` if
+        train_X: ``n x (d + 1)`` inputs, one column of which is the task; or ``n x d`` inputs, if
             ``task_feature`` is ``None``.
-        train_Y: ``n x 1`` observations. If ``task_feature`` is ``None``, ``n x m``, a column for
-            each of the tasks ``0, ..., m - 1``, NaN where a task was not observed.
-        task_feature: The index of the task column; ``None`` for wide data. Their tasks get a
-            column behind the others.
+        train_Y: ``n x 1`` observations. If ``task_feature`` is ``None``, ``n x m``, with a column
+            for each of the tasks ``0, ..., m - 1`` and NaN where a task was not observed.
+        task_feature: The index of the task column. ``None`` for data in wide format, to which a
+            last column with the task is then added.
         train_Yvar: ``n x 1`` noise variances, if all tasks are Gaussian.
-        mean_module: The mean; by default a constant for each task.
-        covar_module: The kernel of the inputs without the task, or a list of several; by default
+        mean_module: The mean. By default a constant for each task.
+        covar_module: The kernel of the inputs without the task, or a list of kernels. By default
             BoTorch's.
-        likelihood: One for each task, as a list in ascending order of the tasks or as a dictionary
-            by task, or one for all of them. By default Gaussians, each with noise of its own.
-        task_covar_prior: The prior of the correlations of tasks; by default that of `MultiTaskGP`.
-        output_tasks: The tasks that `posterior` is about; by default all.
-        rank: The rank of the covariance of the tasks; by default their number.
-        all_tasks: All tasks that may appear; by default those in ``train_X``.
-        outcome_transform: By default `TaskStandardize`; ``None`` for nothing.
-        input_transform: Applied to all inputs; it has to leave the task column as it is.
-        validate_task_values: For `MultiTaskGP`'s sake; they are always checked.
+        likelihood: A likelihood for each task, as a list in ascending order of the tasks or as a
+            dictionary by task; or one for all of them. By default a Gaussian for each task.
+        task_covar_prior: The prior of the correlations of tasks. By default that of `MultiTaskGP`.
+        output_tasks: The tasks that `posterior` returns. By default all.
+        rank: The rank of the covariance of the tasks. By default their number.
+        all_tasks: All tasks that may appear. By default those in ``train_X``.
+        outcome_transform: By default `TaskStandardize`. ``None`` means no transform.
+        input_transform: Applied to all inputs. It must not change the task column.
+        validate_task_values: Ignored: task values are always checked.
         task_covar_module: The kernel of the task column, or one for each kernel of the inputs. By
-            default that of `MultiTaskGP`, whose correlations are positive. `LoadingKernel` has
+            default that of `MultiTaskGP`, whose correlations are positive. `LoadingKernel` allows
             correlations of either sign.
         options: Further options of `SequentialGP` (``inducing_points``, ``process_group``, ...).
 
@@ -158,7 +159,9 @@ class SequentialMultiTaskGP(SequentialGP):
                     raise ValueError(
                         "train_Yvar: noise variances need observations in long format."
                     )
-                tasks = all_tasks = _distinct(all_tasks or range(train_Y.shape[-1]), "all_tasks")
+                tasks = all_tasks = _distinct(
+                    range(train_Y.shape[-1]) if all_tasks is None else all_tasks, "all_tasks"
+                )
                 if len(tasks) != train_Y.shape[-1]:
                     raise ValueError(
                         f"train_Y: expected a column for each of {len(tasks)} tasks, got "
@@ -176,12 +179,23 @@ class SequentialMultiTaskGP(SequentialGP):
             seen = ranks.gather(train_X[:, feature]).unique().tolist()
             if any(value != round(value) for value in seen):
                 check_tasks(train_X[:, feature], [round(v) for v in seen], "train_X")
-            tasks = _distinct(all_tasks or [int(value) for value in seen], "all_tasks")
+            tasks = _distinct(
+                [int(value) for value in seen] if all_tasks is None else all_tasks, "all_tasks"
+            )
             check_tasks(train_X[:, feature], tasks, "train_X")
             outputs = tuple(tasks if output_tasks is None else output_tasks)
             if not outputs or set(outputs) - set(tasks):
                 raise ValueError(f"output_tasks: expected some of {tasks}, got {list(outputs)}.")
+            if rank is not None and not (is_whole(rank) and 0 <= rank <= len(tasks)):
+                raise ValueError(
+                    f"rank: expected a whole number up to {len(tasks)}, the number of tasks, got "
+                    f"{rank!r}."
+                )
             noisy = train_Yvar is not None
+            if noisy and likelihood is not None and not isinstance(likelihood, Likelihood):
+                raise ValueError(
+                    "train_Yvar: the noise of all tasks is known then; leave out likelihood."
+                )
             chosen = None if noisy and likelihood is None else _likelihood(likelihood, tasks)
             others = [i for i in range(train_X.shape[-1]) if i != feature]
             kernel = _kernel(
@@ -211,6 +225,12 @@ class SequentialMultiTaskGP(SequentialGP):
                 discrete_dims=(feature,),
                 **options,
             )
+            moved = self.transform_inputs(train_X)[..., feature]
+            if moved.shape == train_X.shape[:-1] and not torch.equal(moved, train_X[:, feature]):
+                raise ValueError(
+                    "input_transform: expected one that leaves the task column as it is, such as "
+                    f"Normalize(d, indices=...) with all columns but {feature}."
+                )
         self.all_tasks, self.output_tasks, self.task_feature = tuple(tasks), outputs, feature
         self._num_outputs = len(outputs)
         Z = self.variational_strategy.inducing_points
@@ -270,8 +290,44 @@ class SequentialMultiTaskGP(SequentialGP):
         check_tasks(X[..., self.task_feature], self.all_tasks, name)
         return True
 
-    def _task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+    def long_inputs(self, X: Tensor, name: str = "X") -> Tensor:
+        """Inputs with a checked task column, by default for one output task after the other.
+
+        Args:
+            X: ``... x q x (d + 1)`` inputs, or ``... x q x d``.
+            name: What to call them in errors.
+        """
+        if self._is_long(X, name):
+            return X
+        return with_task_column(X, self.output_tasks, self.task_feature)
+
+    def __call__(self, inputs: Tensor, prior: bool = False, **kwargs: Any) -> MultivariateNormal:
+        """As for `SequentialGP`. In train mode the result knows the tasks, for the likelihood.
+
+        Args:
+            inputs: ``... x n x (d + 1)`` inputs.
+            prior: Return the prior instead.
+            kwargs: Passed to the variational strategy.
+        """
+        f: Any = super().__call__(inputs, prior=prior, **kwargs)
+        if self.training and not prior:
+            f.arguments = self.task_arguments(inputs)
+        return f
+
+    def task_arguments(self, X: Tensor) -> dict[str, Tensor]:
+        """What the likelihood needs to know of observations at inputs with a task column.
+
+        Args:
+            X: ``... x n x (d + 1)`` inputs.
+        """
         return {"task": self._index(X)} if isinstance(self.likelihood, TaskLikelihood) else {}
+
+    @property
+    def output_scale(self) -> Affine:
+        """Offset and scale of the observations of the first output task."""
+        first = self.all_tasks.index(self.output_tasks[0])
+        Z = self.variational_strategy.inducing_points
+        return Affine(*self._units(torch.tensor([first], device=Z.device)))
 
     def _long(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         """New observations in long format; those in wide format may be of all or output tasks."""
@@ -299,7 +355,7 @@ class SequentialMultiTaskGP(SequentialGP):
             arguments: Likewise.
         """
         X, Y = self._long(X, Y)
-        return super().checked(X, Y, noise, {**self._task_arguments(X), **arguments})
+        return super().checked(X, Y, noise, {**self.task_arguments(X), **arguments})
 
     @writes
     def update(self, X: Tensor, Y: Tensor, *args: Any, **kwargs: Any) -> UpdateRecord:
@@ -355,19 +411,20 @@ class SequentialMultiTaskGP(SequentialGP):
         posterior_transform: PosteriorTransform | None = None,
         **arguments: Any,
     ) -> Posterior:
-        """The posterior at inputs without a task, of all output tasks, or with one, of that task.
+        """The posterior of all output tasks, or of the tasks in the task column of ``X``.
 
         Args:
-            X: ``... x q x d`` inputs, or ``... x q x (d + 1)``.
-            output_indices: Tasks, instead of the output tasks; only for inputs without one.
-            observation_noise: Whether to include the noise of observations. Unless all of these
-                tasks are Gaussian, the result is a posterior over observations. A tensor
-                ``... x q x m`` gives the noise variances of Gaussian observations.
+            X: ``... x q x d`` inputs without a task column, for all output tasks; or
+                ``... x q x (d + 1)`` inputs with one.
+            output_indices: Tasks to use instead of the output tasks, if ``X`` has no task column.
+            observation_noise: Whether to include the noise of observations. If not all of these
+                tasks are Gaussian, the result is a posterior over observations. For Gaussian
+                observations, a tensor ``... x q x m`` of noise variances can be passed instead.
             posterior_transform: Applied to the posterior.
             arguments: There are none.
 
         Returns:
-            A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has the task.
+            A posterior over ``... x q x m`` values; ``m`` is one if ``X`` has a task column.
         """
         m, long = 1, self._is_long(X)
         q = X.shape[-2]
@@ -417,7 +474,7 @@ class SequentialMultiTaskGP(SequentialGP):
         """The posterior over observations that are not all Gaussian.
 
         Args:
-            latent: That of the latent functions, ``... x q x m``.
+            latent: The posterior of the latent functions, ``... x q x m``.
             index: ``... x (m q)`` indices of tasks.
             offset: ``... x (m q)``, of observations.
             scale: ``... x (m q)``, likewise.
@@ -486,14 +543,14 @@ class SequentialMultiTaskGP(SequentialGP):
         """
         check_points(X, self.num_inputs, "X")
         self._is_long(X)
-        return super().log_predictive_density(X, targets, **self._task_arguments(X), **arguments)
+        return super().log_predictive_density(X, targets, **self.task_arguments(X), **arguments)
 
     # ---------------------------------------------------------------- conditioning
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> SequentialMultiTaskGP:
-        """A model that has seen more observations, of any tasks; see `SequentialGP`.
+        """Return a model that is conditioned on more observations of any tasks; see `SequentialGP`.
 
         Args:
             X: ``... x n' x (d + 1)`` inputs; or ``... x n' x d``, for observations of all output
@@ -533,7 +590,7 @@ class SequentialMultiTaskGP(SequentialGP):
                 "noise: noise variances are for Gaussian likelihoods, and not all of these tasks "
                 "have one."
             )
-        kwargs = {**self._task_arguments(X), **kwargs}
+        kwargs = {**self.task_arguments(X), **kwargs}
         return super().condition_on_observations(X, Y, noise, **kwargs)
 
     @reads
@@ -545,7 +602,7 @@ class SequentialMultiTaskGP(SequentialGP):
         propagate_grads: bool = False,
         **kwargs: Any,
     ) -> SequentialMultiTaskGP:
-        """The model conditioned on observations at ``X`` that are drawn from its posterior.
+        """Return the model conditioned on observations at ``X``, sampled from its posterior.
 
         Args:
             X: ``... x n' x d`` inputs, for fantasies of all output tasks, or ``... x n' x (d + 1)``
@@ -569,10 +626,10 @@ class SequentialMultiTaskGP(SequentialGP):
     # ---------------------------------------------------------------- housekeeping
 
     def subset_output(self, idcs: list[int]) -> SequentialMultiTaskGP:
-        """A copy of the model whose posterior is about some of the output tasks.
+        """Return a copy of the model with some of its output tasks.
 
         Args:
-            idcs: Their positions among the output tasks.
+            idcs: Positions of these tasks among the output tasks.
         """
         m = len(self.output_tasks)
         if not idcs or any(not -m <= i < m for i in idcs):
@@ -591,15 +648,16 @@ class SequentialMultiTaskGP(SequentialGP):
         Args:
             training_data: The data set.
             task_feature: The index of the task column.
-            kwargs: Those of `MultiTaskGP.construct_inputs`, and of the constructor.
+            kwargs: Arguments of `MultiTaskGP.construct_inputs`, and of the constructor.
         """
         names = ("output_tasks", "task_covar_prior", "prior_config", "rank")
         own = {key: kwargs.pop(key) for key in names if key in kwargs}
         return {**MultiTaskGP.construct_inputs(training_data, task_feature, **own), **kwargs}
 
 
-def _distinct(tasks: Sequence[int] | range, name: str) -> list[int]:
+def _distinct(tasks: Sequence[int] | Tensor, name: str) -> list[int]:
     """Tasks in ascending order, checked."""
+    tasks = tasks.tolist() if isinstance(tasks, Tensor) else tasks
     if any(not is_whole(task) for task in tasks) or len(set(tasks)) != len(tasks):
         raise ValueError(f"{name}: expected different whole numbers, got {list(tasks)!r:.80}.")
     return sorted(int(task) for task in tasks)
@@ -608,12 +666,15 @@ def _distinct(tasks: Sequence[int] | range, name: str) -> list[int]:
 def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
     """The likelihood of a model, from what the user says about each task."""
     if isinstance(given, Likelihood):
+        if not has_one_latent(given):
+            raise TypeError(
+                "likelihood: expected one of one latent function, of which each task has its own, "
+                f"got a {type(given).__name__}."
+            )
         return given
     if given is None:
         no_batch = torch.Size()
-        return TaskLikelihood(
-            [get_gaussian_likelihood_with_lognormal_prior(no_batch) for _ in tasks]
-        )
+        given = [get_gaussian_likelihood_with_lognormal_prior(no_batch) for _ in tasks]
     if isinstance(given, Mapping):
         missing = [task for task in tasks if task not in given]
         unknown = [task for task in given if task not in tasks]
@@ -623,11 +684,17 @@ def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
                 + (f"none for {missing}." if missing else f"some for {unknown}.")
             )
         given = [given[task] for task in tasks]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(
+            "likelihood: expected a likelihood, a list of them or a dictionary by task, got "
+            f"{given!r:.50}."
+        )
     if len(given) != len(tasks):
         raise ValueError(
             f"likelihood: expected one for each of the tasks {list(tasks)}, got {len(given)}."
         )
-    return TaskLikelihood(given)
+    gaussian = all(isinstance(each, GaussianLikelihood) for each in given)
+    return (GaussianTaskLikelihood if gaussian else TaskLikelihood)(given)
 
 
 def _each(
@@ -661,11 +728,15 @@ def _kernel(
         others: The columns of the inputs.
         feature: The column of the task.
         tasks: The values of the tasks.
-        rank: That of the covariance of the tasks.
-        prior: That of the correlations of the tasks.
+        rank: The rank of the covariance of the tasks.
+        prior: The prior of the correlations of the tasks.
     """
     if given is None:
-        given = get_covar_module_with_dim_scaled_prior(ard_num_dims=len(others), active_dims=others)
+        d, several = len(others), isinstance(given_tasks, Sequence)
+        given = [
+            get_covar_module_with_dim_scaled_prior(ard_num_dims=d, active_dims=others)
+            for _ in (given_tasks if several else [None])  # type: ignore[union-attr]
+        ]
     kernels = _kernels(given, "covar_module")
     if given_tasks is None:
         if prior is DEFAULT:

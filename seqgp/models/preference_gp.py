@@ -47,52 +47,56 @@ from seqgp.validation import check_finite, check_inputs, check_instance, check_p
 
 
 class PreferenceGP(SequentialGP):
-    r"""A Gaussian process over utilities, learnt from a stream of comparisons.
+    r"""A Gaussian process over utilities, learnt from comparisons of items.
 
-    It takes the place of `botorch.models.PairwiseGP`, whose arguments come first, with the same
-    kernel, priors and likelihoods, so that it takes its states. Where that is a Laplace
-    approximation at the items compared, this is a variational one: sites on the differences
-    :math:`f(a) - f(b)`, on top of inducing points. So it can be updated at constant cost, forget,
-    be saved, merged, and fantasised. Differences:
+    It is a drop-in replacement for `botorch.models.PairwiseGP`: the same arguments come first, and
+    kernel, priors and likelihoods are the same, so it can load the states of a `PairwiseGP`. The
+    posterior is a variational approximation with inducing points, instead of a Laplace
+    approximation at the items. It can therefore be updated at constant cost. It can also forget,
+    be saved and merged, and be conditioned on fantasies. Differences:
 
-    * `fit_gpytorch_mll` takes a `seqgp.DualELBO`, or a `PairwiseLaplaceMarginalLogLikelihood` in
-      its place.
-    * ``datapoints`` and ``comparisons`` show the comparisons that the model holds, and the items
-      that occur in them.
+    * Fit it with `fit_gpytorch_mll` and a `seqgp.DualELBO`, or with a
+      `PairwiseLaplaceMarginalLogLikelihood`, which is replaced by the `DualELBO`. In your own
+      training loop, maximise ``model.bound()[0]``, or, with the priors,
+      ``DualELBO(model.likelihood, model).with_priors(model.bound()[0], 1)``.
+    * ``datapoints`` cannot be ``None``. To begin without comparisons, pass items that could be
+      compared. Attributes of the Laplace approximation (``utility``, ``covar_chol``, ...) do not
+      exist; `posterior` returns the utilities.
+    * ``datapoints`` and ``comparisons`` return the comparisons in the memory, and their items.
     * `condition_on_observations`, `update`, `forget`, `leverage` and `log_predictive_density` take
-      items ``X`` and comparisons ``Y`` of *these* items. Items that were compared before are
-      recognised by what they are, not by an index.
+      items ``X`` and comparisons ``Y``, which are indices of the rows of this ``X``. Earlier items
+      are recognised by their inputs.
 
     Args:
         datapoints: ``batch_shape x n x d`` items.
-        comparisons: ``batch_shape x k x 2`` indices of items, the preferred one first. With
-            ``None``, nothing has been compared yet, and the posterior is the prior.
-        likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or
-            `PairwiseLogitLikelihood`; a `seqgp.TieLikelihood` if items can be equally good, a
-            `seqgp.ChoiceLikelihood` for choices among more than two.
-        covar_module: The kernel of the utility; by default that of `PairwiseGP`.
+        comparisons: ``batch_shape x k x 2`` indices of items, the preferred one first. If ``None``,
+            nothing has been compared yet, and the posterior is the prior.
+        likelihood: BoTorch's `PairwiseProbitLikelihood` (the default) or `PairwiseLogitLikelihood`,
+            a `seqgp.TieLikelihood` if items can be equally good, or a `seqgp.ChoiceLikelihood` for
+            choices among more than two items.
+        covar_module: The kernel of the utility. By default that of `PairwiseGP`.
         input_transform: Applied to all items. Statistics that it learns are frozen at construction.
-        mean_module: The mean; by default zero, since comparisons do not depend on it.
-        inducing_points: As for `SequentialGP`; by default the items, up to a thousand of them.
+        mean_module: The mean. By default zero, since comparisons do not depend on it.
+        inducing_points: As for `SequentialGP`. By default the items, up to a thousand of them.
         inducing_point_allocator: As for `SequentialGP`.
         learn_inducing_points: As for `SequentialGP`.
-        ties: ``batch_shape x k`` booleans, which of the comparisons were ties. With them, the
-            default likelihood is a `TieLikelihood`. `update`, `forget`, `leverage`,
-            `condition_on_observations` and `log_predictive_density` take them, too.
-        choices: ``c x k`` indices of items, of which the first in each row was chosen as the best
-            of all; -1 at the end of rows with fewer items. With them, the default likelihood is a
-            `ChoiceLikelihood`, and the methods above take ``choices=``, too. Such a choice counts
-            as one answer where the memory is limited, and as one observation for each pair of its
-            items elsewhere.
-        ratings: ``n`` ratings of the items, NaN for those that were not rated. With them, or with
-            a ``rating_likelihood``, the methods above take ``ratings=``, too: one for each of the
-            items that are passed. Items may be rated or compared, or both.
-        rating_likelihood: The likelihood of a rating, given the utility of the item; by default a
-            `RatingLikelihood`. An `OrdinalLikelihood` is for a few grades.
-        process_group: As for `SequentialGP`: each process passes comparisons of its own, and the
-            items of these. Items of several processes count once.
+        ties: ``batch_shape x k`` booleans that say which comparisons were ties. The default
+            likelihood is then a `TieLikelihood`. `update`, `forget`, `leverage`,
+            `condition_on_observations` and `log_predictive_density` also take ``ties=``.
+        choices: ``c x k`` indices of items, for choices of the best one of several items. The
+            chosen item comes first in each row, and rows with fewer items end with -1. The default
+            likelihood is then a `ChoiceLikelihood`, and the methods above also take ``choices=``.
+            A choice counts as one answer for the capacity of the memory. Everywhere else, it counts
+            as one observation for each pair of its items.
+        ratings: ``n`` ratings of the items, with NaN for items that were not rated. The methods
+            above then also take ``ratings=``, one for each of the items that are passed. Items can
+            be rated, compared, or both.
+        rating_likelihood: The likelihood of a rating, given the utility of the item. By default a
+            `RatingLikelihood`. Use an `OrdinalLikelihood` for a few grades.
+        process_group: As for `SequentialGP`. Each process passes its own comparisons and their
+            items. Items of several processes count once.
         options: ``jitter``, ``xtol``, ``maxfev``, ``consolidate_rtol`` and ``consolidate_atol`` of
-            `PairwiseGP` are accepted and ignored: they belong to its approximation.
+            `PairwiseGP` are accepted and ignored.
 
     Example:
         >>> import torch
@@ -207,7 +211,7 @@ class PreferenceGP(SequentialGP):
 
     @property
     def datapoints(self) -> Tensor:
-        """The items of the answers that the model holds; ``n x d``, each of them once."""
+        """``n x d``, the different items of the answers in the memory."""
         return self._held()[0]
 
     @property
@@ -498,7 +502,7 @@ class PreferenceGP(SequentialGP):
         choices: Tensor | None = None,
         **kwargs: Any,
     ) -> PreferenceGP:
-        """A model of the same type that knows more comparisons; this one is unchanged.
+        """Return a model that is conditioned on more comparisons. This model is unchanged.
 
         Args:
             X: ``batch_shape x n x d`` items.
@@ -545,7 +549,7 @@ class PreferenceGP(SequentialGP):
         propagate_grads: bool = False,
         **kwargs: Any,
     ) -> PreferenceGP:
-        """The model conditioned on answers that are drawn from its own posterior.
+        """Return the model conditioned on answers that are sampled from its posterior.
 
         Args:
             X: ``batch_shape x 2k x d`` items, compared as in `answers`.
@@ -598,10 +602,10 @@ class PreferenceGP(SequentialGP):
         """Load hyperparameters; the posterior is that of the comparisons at hand.
 
         Args:
-            state_dict: That of a `PreferenceGP`, or of a `PairwiseGP` with the same modules.
-            strict: Whether its keys have to be those of this model, data and strategy excepted.
+            state_dict: The state of a `PreferenceGP`, or of a `PairwiseGP` with the same modules.
+            strict: Whether its keys must be those of this model, except for data and strategy.
             keep_transforms: As for `SequentialGP`.
-            assign: Whether to take on the precision and the device of the state.
+            assign: Whether to convert the model to the precision and device of the state.
 
         Returns:
             The keys that were missing, and those that were not expected, as in PyTorch.

@@ -15,11 +15,11 @@ class DataModel(StreamModel, Protocol):
     """A model with its data and transforms; `seqgp.SequentialGP` is one."""
 
     outcome_transform: Any
-    #: Whether the user has said where the inducing points are.
+    #: Whether the user has passed inducing points as a tensor.
     keeps_inducing_points: bool
-    #: Whether they are moved by gradient.
+    #: Whether inducing points are moved by gradient.
     fits_inducing_points: bool
-    #: Whether they may be put elsewhere.
+    #: Whether inducing points may be replaced.
     changes_inducing_points: bool
     #: Whether the last batch dimension is that of the outputs.
     has_output_dim: bool

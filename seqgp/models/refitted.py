@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from seqgp.variational.elbo import DualELBO
 #: Makes an unfitted model from inputs ``n x d`` and targets ``n x 1``.
 ModelFactory = Callable[[Tensor, Tensor], Model]
 
+#: Hyperparameters are fitted again when the data have grown by this share, unless told otherwise.
+GROWTH = 0.1
+
 
 class RefittedModel:
     """A model, and the number of observations that it was fitted to.
@@ -27,6 +31,9 @@ class RefittedModel:
 
     Args:
         make: Makes an unfitted model from data.
+        reconverge: Whether in between all data are learnt again at the same hyperparameters. That
+            is slower than conditioning, and more accurate unless observations are Gaussian: what a
+            label tells about the latent function depends on all others.
 
     Attributes:
         model: The model, conditioned on all data; ``None`` before there are any.
@@ -34,8 +41,8 @@ class RefittedModel:
         num_fitted: The number of observations that ``base`` was fitted to.
     """
 
-    def __init__(self, make: ModelFactory) -> None:
-        self.make = make
+    def __init__(self, make: ModelFactory, reconverge: bool = False) -> None:
+        self.make, self.reconverge = make, reconverge
         self.model: Model | None = None
         self.base: Model | None = None
         self.num_fitted = 0
@@ -44,23 +51,26 @@ class RefittedModel:
         self,
         X: Tensor,
         Y: Tensor,
-        refit_every: int,
+        refit_every: int | None,
         options: dict[str, Any],
         fit: bool = True,
         fade: Tensor | None = None,
     ) -> RefittedModel:
-        """Fit a new model, or condition the present one on new data.
+        """Fit a new model, or let the present one learn new data at its hyperparameters.
 
         Args:
             X: ``n x d`` inputs, with known ones first.
             Y: ``n x 1`` targets.
-            refit_every: The number of new observations after which hyperparameters are fitted.
+            refit_every: The number of new observations after which hyperparameters are fitted. With
+                ``None``, when there are a tenth more, see `GROWTH`.
             options: Options of L-BFGS for fitting hyperparameters.
             fit: Whether hyperparameters are fitted at all.
             fade: ``n``, how much each observation counts; by default once. Only a `SequentialGP`
                 knows how to.
         """
-        result = RefittedModel(self.make)
+        result = RefittedModel(self.make, self.reconverge)
+        if refit_every is None:
+            refit_every = max(round(GROWTH * self.num_fitted), 1)
         if self.base is not None and len(X) - self.num_fitted < refit_every:
             result.base, result.num_fitted = self.base, self.num_fitted
             result.model = self._with_new(X, Y, fade)
@@ -83,7 +93,8 @@ class RefittedModel:
     def _with_new(self, X: Tensor, Y: Tensor, fade: Tensor | None) -> Model:
         """The model as it was fitted, and all data."""
         assert self.base is not None
-        if fade is None:
+        again = self.reconverge and isinstance(self.base, SequentialGP)
+        if fade is None and not again:
             return _condition_on_new(self.base, X, Y, self.num_fitted)
         model = _make(self.make, X, Y)  # what has been conditioned on is not to count less
         _let_fade(model, fade)
@@ -113,7 +124,9 @@ class RefittedModel:
 
 
 def _make(make: ModelFactory, X: Tensor, Y: Tensor) -> Model:
-    with X.device:  # BoTorch and GPyTorch make some tensors on the default device
+    # BoTorch and GPyTorch make some tensors on the default device. To change it costs time at each
+    # call of PyTorch, so it is only changed if needed.
+    with nullcontext() if torch.get_default_device() == X.device else X.device:
         return make(X, Y)
 
 
@@ -123,8 +136,7 @@ def _let_fade(model: Model, fade: Tensor | None) -> None:
         return
     if not isinstance(model, SequentialGP):
         raise TypeError(
-            f"discount: expected models that are SequentialGP, whose observations can count less; "
-            f"got a {type(model).__name__}."
+            f"discount: only supported for SequentialGP models, got a {type(model).__name__}."
         )
     model.stream = replace(model.stream, fade=fade.to(model.stream.fade), fades=True)
     model.refresh()

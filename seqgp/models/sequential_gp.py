@@ -103,7 +103,7 @@ from seqgp.variational.strategy import DualVariationalStrategy
 
 #: Options of `DualVariationalStrategy.get_fantasy_model`; its other arguments are per point.
 _CONDITION_OPTIONS = ("fixed_inducing", "tol", "max_steps", "noise")
-#: What is said to those who pass a flag to `fantasize`.
+#: The error message for `fantasize(observation_noise=True)` and the like.
 NOISE_OF_FANTASIES = (
     "observation_noise: expected noise variances or None; fantasised observations always have the "
     "likelihood's noise."
@@ -117,77 +117,81 @@ _UPDATE_OPTIONS = (
 
 
 class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
-    r"""A sparse Gaussian process, for any likelihood, that can be conditioned and fantasised.
+    r"""A sparse Gaussian process for any likelihood, which can be updated with new data.
 
-    It takes the place of `SingleTaskGP`, whose arguments come first, and has its defaults: kernel,
-    priors, noise, `Standardize`. With Gaussian observations and an inducing point at each input,
-    which is the default up to a thousand of them, its posterior at equal hyperparameters is that of
-    `SingleTaskGP`, and so are its loss in BoTorch's fitting routines, conditioned models, training
-    data and leave-one-out predictions. Differences:
+    It is a drop-in replacement for `SingleTaskGP`: the same arguments come first, and the defaults
+    (kernel, priors, noise, `Standardize`) are the same. Up to a thousand inputs, each input is an
+    inducing point. With Gaussian observations the posterior is then that of `SingleTaskGP` with the
+    same hyperparameters, and so are conditioned models, leave-one-out predictions and the loss
+    that is minimised by a fit. Differences:
 
-    * The posterior is converged at the initial hyperparameters, and again when a prediction finds
-      that hyperparameters, noise or the input transform have been set.
-    * `fit_gpytorch_mll` takes a `DualELBO`, or an `ExactMarginalLogLikelihood` in its place. So
-      does a loop of your own, the latter only for Gaussian observations of which none has been
-      discarded. Other objectives for exact GPs raise, but for `fit_gpytorch_mll` of Gaussian
-      observations with an inducing point at each.
-    * It has the arguments of `SingleTaskVariationalGP` by name, except for
-      ``variational_distribution`` and ``variational_strategy``. A training loop with
-      `VariationalELBO` needs a `DualNGD`, and raises an error without.
-    * A new model is in train mode, as in BoTorch; predictions, conditioning and updates end it. In
-      train mode a call returns the posterior, where exact GPs return the prior.
-    * Along a stream, the default `Standardize` follows the data. Statistics of other transforms
-      are those of the first data.
-    * Once a stream has discarded observations, ``train_targets`` are those in the memory, and say
-      so; a ``state_dict`` does not hold a stream (`seqgp.save` does).
+    * A new model already has a posterior, for the initial hyperparameters. It is recomputed when
+      you predict after changing hyperparameters, noise or the input transform.
+    * Fit it with `fit_gpytorch_mll` and a `DualELBO`. An `ExactMarginalLogLikelihood` works, too,
+      and is replaced by the `DualELBO`. In your own training loop, an `ExactMarginalLogLikelihood`
+      only works for Gaussian observations, as long as none has been discarded. Other objectives for
+      exact GPs only work in `fit_gpytorch_mll`, for Gaussian observations with an inducing point at
+      each input; otherwise they raise an error.
+    * The arguments of `SingleTaskVariationalGP` are passed by name, except for
+      ``variational_distribution`` and ``variational_strategy``. In a training loop with
+      `VariationalELBO`, whose targets are ``train_targets``, each backward pass takes a
+      natural-gradient step of the posterior. `DualNGD` is an optimiser for these steps.
+    * A new model is in train mode, as in BoTorch. Predicting, conditioning or updating switches to
+      eval mode. In train mode, calling the model returns the posterior, where exact GPs return the
+      prior.
+    * The default `Standardize` is updated along a stream. All other transforms keep the statistics
+      of the first data.
+    * Once a stream has discarded observations, ``train_targets`` returns those in the memory, with
+      a warning. A ``state_dict`` does not hold a stream; use `seqgp.save`.
 
     Several columns of ``train_Y`` are modelled as independent outputs with kernels of their own,
-    as in `SingleTaskGP`. A likelihood of several latents (`SoftmaxLikelihood`) has one column of
-    targets, and the posterior is over its latents.
+    as in `SingleTaskGP`. A likelihood with several latent functions (`SoftmaxLikelihood`) has one
+    column of targets, and the posterior is over its latent functions.
 
     Args:
         train_X: ``batch_shape x n x d`` inputs.
-        train_Y: ``batch_shape x n x m`` targets. Without, nothing has been observed: inducing
-            points are chosen among ``train_X``, and the posterior is the prior until the first
-            `update`.
+        train_Y: ``batch_shape x n x m`` targets. If ``None``, nothing has been observed yet: the
+            inducing points are chosen from ``train_X``, and the posterior is the prior until the
+            first `update`.
         train_Yvar: ``batch_shape x n x m`` noise variances of Gaussian observations.
-        likelihood: Any GPyTorch likelihood; by default a Gaussian with BoTorch's prior, or with
+        likelihood: Any GPyTorch likelihood. By default Gaussian with BoTorch's prior, or with
             fixed noise if ``train_Yvar`` is given.
-        covar_module: The kernel; by default BoTorch's, with dimension-scaled priors.
-        mean_module: The mean; by default a constant.
-        outcome_transform: Applied to the targets. By default a `Standardize` if observations are
-            real numbers (Gaussian, with fixed noise or not, Student-t, Laplace), as in
-            `SingleTaskGP`, and nothing if they are labels, counts, ranks or functionals; ``None``
-            for nothing in any case. The statistics of the default follow a stream, those of others
-            are of the training data. Parameters of a likelihood are on the scale of transformed
-            targets.
+        covar_module: The kernel. By default BoTorch's, with dimension-scaled priors.
+        mean_module: The mean. By default a constant.
+        outcome_transform: Applied to the targets. By default, real-valued observations (Gaussian,
+            Student-t, Laplace) are standardised as in `SingleTaskGP`. Labels, counts, ranks and
+            linear combinations (``coefficients``) are not. ``None`` means no transform. Parameters
+            of the likelihood are on the scale of transformed targets.
         input_transform: Applied to all inputs. Statistics that it learns from the data are frozen
             at construction.
-        inducing_points: ``batch_shape x k x d`` inducing points in the *transformed* input space,
-            or their largest number, if they are chosen among the inputs: fewer where others would
-            add nothing, and more later if a stream asks for it. By default all inputs, up to a
-            thousand of them, and beyond that a few hundred that are chosen greedily.
-        inducing_point_allocator: Chooses inducing points among the inputs if there are fewer; by
-            default greedily by variance reduction. Along a stream, it chooses them anew where new
-            inputs ask for it; by default redundant ones are exchanged.
-        learn_inducing_points: ``True`` if fits and updates move them by gradient, ``False`` if they
-            stay where they are. By default they are chosen anew among the inputs as hyperparameters
-            change, which is faster than gradients; where ``inducing_points`` is a number and all of
-            them are needed, a fit then moves them by gradient.
+        inducing_points: Either ``batch_shape x k x d`` inducing points in the *transformed* input
+            space, or their maximum number. In the latter case they are chosen from the inputs.
+            There are fewer if more would not help, and more may be added later in a stream. By
+            default all inputs, up to a thousand of them, and beyond that a few hundred that are
+            chosen greedily.
+        inducing_point_allocator: Chooses inducing points from the inputs. By default greedily, by
+            variance reduction. In a stream it chooses new ones when new inputs require it. By
+            default redundant ones are exchanged instead.
+        learn_inducing_points: ``True`` if fits and updates optimise inducing points by gradient,
+            ``False`` if inducing points never move. By default they are chosen again from the
+            inputs as hyperparameters change, which is faster than using gradients. If
+            ``inducing_points`` is a number and all of them are needed, a fit then moves them by
+            gradient.
         likelihood_arguments: Per-point arguments of the likelihood for the training data,
             ``batch_shape x n`` each (``{"total_count": ...}``). ``noise`` is on the scale of
             ``train_Y``.
-        coefficients: ``batch_shape x n x J``, for observations of functionals
-            ``sum_j c_ij f(x_ij)`` (differences, sums, averages) at inputs ``batch_shape x n x J x
-            d``. By default the observations are of values ``f(x_i)``.
-        num_outputs: How many outputs there are, if there is no ``train_Y``; by default one.
-        discrete_dims: Columns of the transformed inputs that are discrete or categorical. Inducing
-            points that the model chooses only have values there that have been observed, whether
-            they are chosen, clustered or moved by gradient.
-        process_group: Processes that share the data, a group of `torch.distributed`; by default
-            this process has all of them. Each passes its own shard of the observations, which may
-            be empty, here and to `update` and `forget`, and all end with the same model. Whatever
-            learns is called by every process; predictions need no communication.
+        coefficients: ``batch_shape x n x J`` coefficients, if linear combinations
+            ``sum_j c_ij f(x_ij)`` of function values (differences, sums, averages) were observed at
+            inputs ``batch_shape x n x J x d``. By default, values ``f(x_i)`` were observed.
+        num_outputs: The number of outputs, if there is no ``train_Y``. By default one.
+        discrete_dims: Columns of the transformed inputs that are discrete or categorical. In these
+            columns, inducing points that the model chooses only have values that have been
+            observed.
+        process_group: A group of `torch.distributed` processes that share the data. By default,
+            this process has all data. Each process passes its own shard of the observations (which
+            may be empty) to the constructor, `update` and `forget`, and all end up with the same
+            model. Every process has to call all methods that learn. Predictions need no
+            communication.
 
     Example:
         >>> import torch
@@ -203,28 +207,28 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     """
 
     variational_strategy: DualVariationalStrategy
-    #: What the stream has left behind, beside the posterior: the memory, and counts.
+    #: The state of the stream besides the posterior: the memory, and counts.
     stream: StreamState
-    #: Keeps those who read the model in one thread apart from updates in another.
+    #: Locks, so that one thread can read the model while another one updates it.
     guard: Guard
-    #: What updates remember unless they are told otherwise.
+    #: The default of `update` for ``memory``.
     memory_options: MemoryOptions
     #: The largest number of inducing points along a stream.
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
     #: Columns in which inducing points only have values that have been observed.
     discrete_dims: tuple[int, ...]
-    #: Whether the user has said where the inducing points are, so that fits leave them there.
+    #: Whether the user has passed inducing points as a tensor, so that fits do not replace them.
     keeps_inducing_points: bool
-    #: Whether fits move them by gradient.
+    #: Whether fits move inducing points by gradient.
     fits_inducing_points: bool
-    #: Whether fits and updates may put them elsewhere.
+    #: Whether fits and updates may replace inducing points.
     changes_inducing_points: bool
     #: Whether the ``outcome_transform`` is the default one, a `Standardize`.
     standardizes_by_default: bool
-    #: Inputs that the model has been conditioned on, each ``... x q x d``, as they were given.
+    #: Inputs that the model has been conditioned on, each ``... x q x d``, before transforms.
     conditioned_inputs: tuple[Tensor, ...] = ()
-    #: The hyperparameters and transforms that the posterior belongs to.
+    #: The hyperparameters and transforms for which the posterior was computed.
     settled_at: tuple[Tensor, ...] = ()
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
 
@@ -312,7 +316,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         self.train()  # as BoTorch's models are, until something is predicted or learnt
 
     def _put_on_seen_values(self, X: Tensor) -> None:
-        """What a user's allocator has chosen for raw inputs, with values of discrete columns."""
+        """Move inducing points of a user's allocator to observed values of the discrete columns."""
         strategy, seen = self.variational_strategy, self.transform_train_inputs(X)
         Z = on_seen_values(strategy.inducing_points.detach(), seen, self.discrete_dims)
         strategy.start_from(Z)
@@ -322,10 +326,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     @reads
     def train_inputs(self) -> tuple[Tensor]:
-        """A copy of the inputs, ``batch_shape [x m] x n x d``, with those that were conditioned on.
+        """A copy of the inputs, ``batch_shape [x m] x n x d``, including those conditioned on.
 
-        They are as they were given in train mode, and transformed in eval mode. With several
-        outputs they are repeated for each. All this is as in BoTorch.
+        As in BoTorch, they are transformed in eval mode but not in train mode, and are repeated for
+        each of several outputs.
         """
         return (self.repeated_for_outputs(train_inputs(self, raw=self.training)),)
 
@@ -339,9 +343,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     @reads
     def train_targets(self) -> Tensor:
-        """A copy of the transformed targets, ``batch_shape [x m] x n``, as for `train_inputs`.
+        """A copy of the transformed targets, ``batch_shape [x m] x n``, for `train_inputs`.
 
-        Warns if the model no longer holds all that it has learnt from; see `memory`.
+        Warns if the model has discarded some of the observations that it has learnt; see `memory`.
         """
         return train_targets(self)
 
@@ -371,17 +375,17 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def memory_weights(self) -> Tensor:
-        """``n``, how many observations of the stream each one that the model holds stands for."""
+        """``n``, how many observations of the stream each one in the memory represents."""
         return self.stream.represents
 
     @property
     def num_seen(self) -> int:
-        """How many observations the model has learnt, including those it has discarded."""
+        """The number of observations that the model has learnt, including discarded ones."""
         return self.stream.num_seen
 
     @property
     def num_updates(self) -> int:
-        """How many updates there have been."""
+        """The number of updates so far."""
         return self.stream.num_updates
 
     @property
@@ -391,7 +395,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @property
     def classes_seen(self) -> tuple[int, ...]:
-        """The classes of a softmax that there have been so far."""
+        """The classes of a `SoftmaxLikelihood` that have been observed so far."""
         return self.stream.classes_seen
 
     def transformed(self, observations: Observations) -> Observations:
@@ -402,14 +406,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """
         points = observations.points
         inputs = self.transform_train_inputs(points)
-        # The same tensors, where they are: what is known of them is found by that.
+        # Without a transform, return the same tensors: caches recognise them by identity.
         data = observations if inputs is points else observations.with_inputs(inputs)
         return data.with_batch_dimension() if self.has_output_dim else data
 
     def checked(
         self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
     ) -> Observations:
-        """New observations as the model stores them; raises if anything is wrong with them.
+        """Check new observations, and return them as the model stores them.
 
         Args:
             X: ``batch_shape x n x d`` inputs, or ``n x J x d`` if ``coefficients`` are among the
@@ -419,11 +423,6 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood, and coefficients of functionals.
         """
         self.check_not_fantasy()
-        if not self.num_seen and bool(self.variational_strategy.dual_B.any()):
-            raise RuntimeError(
-                "The posterior has been learnt in a training loop, from observations that the "
-                "model does not hold. Pass these to the constructor, and update that model."
-            )
         arguments = dict(arguments)
         coefficients = arguments.pop("coefficients", None)
         check_tensor(X, "X")
@@ -446,10 +445,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         arguments = self._per_point(arguments, Y.shape)
         arguments = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         held = self.stream.observations
+        if not Y.shape[-2]:  # nobody needs to pass the arguments of no observations
+            none = {k: v[..., :0] for k, v in held.arguments.items() if k != "noise"}
+            arguments = {**none, **arguments}
         if noise is not None and len(held) and "noise" not in held.arguments:
             raise ValueError(
-                "noise: only a model that has been built with train_Yvar takes the noise "
-                "variances of Gaussian observations."
+                "noise: expected None, since this model was built without train_Yvar and learns "
+                "its noise."
             )
         Y = self.in_precision(Y.detach())
         noise = None if noise is None else noise.detach()
@@ -593,9 +595,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
         Args:
             arguments: The arguments.
-            shape: That of ``Y``, ``... x n x m``.
+            shape: The shape of ``Y``, ``... x n x m``.
         """
-        square = self.has_output_dim and shape[-1] == shape[-2]  # which way it is, nobody knows
+        square = self.has_output_dim and shape[-1] == shape[-2]  # could be either of the two shapes
         return {
             key: self.to_targets(value)
             if isinstance(value, Tensor) and value.shape == shape and not square
@@ -621,7 +623,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             return X
         first = X.select(dim, 0)
         if not torch.equal(X, first.unsqueeze(dim).expand_as(X)):
-            raise ValueError("inputs: the outputs share their inputs, got others for each.")
+            raise ValueError("inputs: expected the same inputs for all outputs.")
         return first
 
     def with_outputs(self, X: Tensor) -> Tensor:
@@ -669,6 +671,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
+            self.variational_strategy.keep_placed()
             inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
@@ -681,11 +684,12 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         stream, strategy = self.stream, self.variational_strategy
         plain = stream.observations.coefficients is None and stream.num_seen == self.num_data
         known = strategy.is_fantasy or strategy.has_summary
-        gaussian = is_conjugate(self.likelihood) and has_closed_form(self.likelihood)
-        return gaussian and plain and not known
+        return has_closed_form(self.likelihood) and plain and not known
 
     def train(self, mode: bool = True) -> SequentialGP:
         """Set train or eval mode; training inputs stay as they were given."""
+        if self.training and not mode:
+            self.variational_strategy.keep_placed()
         return torch.nn.Module.train(self, mode)
 
     def eval(self) -> SequentialGP:
@@ -711,15 +715,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Args:
             X: The inputs.
             output_indices: The outputs to compute it for; by default all.
-            observation_noise: Whether to include the noise of observations. With a likelihood that
-                is not Gaussian, the result is a posterior over *observations* (0/1, counts, ...),
-                an `ObservationPosterior`. A tensor ``... x q x m`` gives the noise variances of
-                Gaussian observations.
+            observation_noise: Whether to include the noise of observations. If the likelihood is
+                not Gaussian, the result is an `ObservationPosterior` over *observations* (0/1,
+                counts, ...). For Gaussian observations, a tensor ``... x q x m`` of noise variances
+                can be passed instead.
             posterior_transform: Applied to the posterior.
-            arguments: Per-point arguments of the likelihood for observations (``total_count=``).
+            arguments: Per-point arguments of the likelihood (``total_count=``), for posteriors over
+                observations.
 
         Returns:
-            A posterior over ``... x q x m`` values.
+            A posterior over ``... x q x m`` values: latent values, or observations.
 
         Example:
             >>> import torch
@@ -841,8 +846,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         noise = known_noise(self)
         if noise.shape[-1] == 0:
             raise ValueError(
-                "noise: without observations that of new ones is not known; pass its variances, "
-                "noise= of condition_on_observations or observation_noise= of others."
+                "noise: the model has no observations yet, so the noise of new ones is not known; "
+                "pass noise= to condition_on_observations, or a tensor as observation_noise= to "
+                "other methods."
             )
         return noise.mean(-1, keepdim=True)
 
@@ -887,8 +893,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         """``batch_shape x k x d`` inducing points for the training data and the present kernel.
 
         Args:
-            number: How many; fewer if there are fewer inputs, or if others would add nothing.
-            fills_up: Whether to add other inputs in the latter case.
+            number: Their maximum number. There are fewer if there are fewer inputs, or if more
+                would not help.
+            fills_up: Whether to add further inputs if there are fewer for the latter reason.
         """
         held = self.stream.observations
         X = self.transform_train_inputs(held.points)
@@ -913,16 +920,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def refresh(
         self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
     ) -> Tensor:
-        """Converge the sites of the training data at the present hyperparameters.
+        """Recompute the posterior of the training data for the present hyperparameters.
 
         Args:
-            tol: Relative tolerance; for a Gaussian likelihood the sites are exact in any case.
-            max_steps: The largest number of passes over the data. By default 100; suppresses the
-                non-convergence warning if given.
-            start: Sites to start from; by default the present posterior.
+            tol: Relative tolerance. For a Gaussian likelihood the result is exact in any case.
+            max_steps: The maximum number of passes over the data. By default 100, with a warning
+                if that is not enough. If you pass a number, there is no warning.
+            start: Sites to start from. By default those of the present posterior.
 
         Returns:
-            The bound of all that is known, of the batch shape of the model.
+            The evidence lower bound, with the batch shape of the model.
         """
         self.check_not_fantasy()
         check_steps(tol, max_steps)
@@ -957,15 +964,15 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         exact: bool = False,
         with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
-        """The bound of the training data, maximised over q; see `DualVariationalStrategy.bound`.
+        """The evidence lower bound, maximised over q; see `DualVariationalStrategy.bound`.
 
         Args:
             start: Sites to start from.
             tol: Relative tolerance for the sites.
-            stands_for: For how much of what was folded the first observations stand.
+            stands_for: How much of the summary each of the first observations represents.
             max_steps: As for `refresh`.
-            exact: The bound with inducing points at all inputs.
-            with_past: Whether the summary counts.
+            exact: Whether to compute the bound for inducing points at all inputs.
+            with_past: Whether to include the summary.
         """
         stream = self.stream
         data = replace(self.transformed(stream.observations), weights=stream.weights)
@@ -1046,7 +1053,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def set_train_data(
         self, inputs: Tensor | None = None, targets: Tensor | None = None, strict: bool = True
     ) -> None:
-        """Replace the training data, without learning from them; `refresh` does.
+        """Replace the training data. Call `refresh` to compute their posterior.
 
         Args:
             inputs: ``batch_shape x n x d`` raw inputs.
@@ -1111,55 +1118,58 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     ) -> UpdateRecord:
         """Learn from the next batch of a stream, in place and at constant cost.
 
-        The observations that the model holds (`memory`: at first the data that it was built with)
-        and the new ones are learnt together on top of the summary of all others; then some of them
-        are remembered and the rest is folded into the summary. All this happens on a copy that
-        becomes the model at the end. If anything goes wrong, the model is left as it was.
+        The model learns the new observations together with those in its memory, on top of the
+        summary of all others. (At first, the memory holds the data that the model was built with.)
+        Then it keeps some of these observations in memory and folds the others into the summary.
+        If anything goes wrong, the model is unchanged.
 
         Args:
-            X: ``batch_shape x n' x d`` inputs; there may be none, to learn more from what is known.
-                With ``coefficients=``, ``n' x J x d``.
+            X: ``batch_shape x n' x d`` inputs, or ``n' x J x d`` with ``coefficients=``. There may
+                be none, to go on learning hyperparameters from what is known.
             Y: ``batch_shape x n' x m`` observations.
-            memory: How much to remember, and what, or just how many observations; by default the
-                model's ``memory_options``, a uniform sample of 2,000 of all that there have been.
+            memory: How many observations to keep, or `MemoryOptions` that also say which. By
+                default the model's ``memory_options``: a uniform sample of 2,000 observations of
+                the whole stream.
             noise: Noise variances of Gaussian observations, of the shape and on the scale of ``Y``.
-            learn: Whether to learn hyperparameters at this update. By default (``None``) when the
-                data have grown by a fifth since it was last done: often at first, ever more rarely
-                later; sooner if new observations were much less probable than expected. What was
-                learnt is kept unless it predicts the observations at hand worse, each left out in
-                turn; the record says what was decided. With ``False``, the update only conditions,
-                and inducing points stay.
-            mode: What is held fixed while hyperparameters are learnt: ``"pseudo-likelihood"``, the
-                function of the inducing values that all folded data have become, or ``"paper"``,
-                their tied duals, with the rest of the paper's rule (`seqgp.streaming.PaperRule`),
-                of which ``optimizer`` is part. A stream is learnt in one mode.
-            optimizer: ``"lbfgs"``, or ``"adam"`` for the paper's protocol (100 steps).
-            steps: The largest number of its steps; by default 40 of L-BFGS and 100 of Adam.
-            tol: L-BFGS stops when a step raises the bound by less than this, in nats; by default
-                5e-5 for each observation.
+            learn: Whether to learn hyperparameters. By default (``None``), they are learnt when the
+                data have grown by a fifth since the last time, or when new observations were much
+                less probable than expected. New hyperparameters are kept only if they do not make
+                leave-one-out predictions of the observations at hand worse. ``record.decision``
+                says what was decided. With ``False``, the update only conditions on the data, and
+                inducing points do not change.
+            mode: What is held fixed while hyperparameters are learnt. ``"pseudo-likelihood"`` holds
+                the summary fixed as a function of the inducing values. ``"paper"`` is the rule of
+                the paper, which holds the duals fixed (`seqgp.streaming.PaperRule`). All updates of
+                a stream use the same mode.
+            optimizer: ``"lbfgs"``, or ``"adam"`` as in the paper.
+            steps: The maximum number of steps of the optimiser. By default 40 for L-BFGS and 100
+                for Adam.
+            tol: L-BFGS stops when a step raises the bound by less than this, in nats. By default
+                5e-5 per observation.
             learning_rate: Adam's learning rate.
-            inducing: ``"adapt"`` has as many inducing points as the data need, so that they cost
-                the bound less than .005 nats an observation, and exchanges them when there is no
-                room for more. ``"learn"`` moves them by gradient along with the hyperparameters,
-                ``"both"`` does both. ``"cluster"`` makes them the centres of clusters of all inputs
-                so far (for inputs of many dimensions, where each is far from all others).
-                ``"fixed"`` leaves them alone. Or an `InducingPointRule` of your own. By default
-                ``"fixed"`` with ``learn=False`` or if the model was built with
-                ``learn_inducing_points=False``, ``"both"`` if with ``True``, else ``"adapt"``.
-            max_inducing: Their largest number if they are adapted; by default what the model was
-                built with, or 300.
-            discount: Factor for all that was learnt before, remembered or not, for streams that
-                drift. With ``"auto"`` there is a discount when the new batch is clearly more
-                probable with one; the record says which.
-            site_steps: The largest number of passes over the data that each convergence of the
-                sites may take. By default as many as it takes, up to 100; thousands of observations
-                of many classes can do with 10.
+            inducing: How inducing points change. ``"adapt"`` adds points until their lack costs the
+                bound less than .005 nats per observation, and exchanges redundant ones when there
+                is no room for more. ``"learn"`` optimises them by gradient together with the
+                hyperparameters, ``"both"`` does both. ``"cluster"`` uses the centres of clusters of
+                all inputs so far, which is best in many dimensions. ``"fixed"`` does not change
+                them. You can also pass your own `InducingPointRule`. The default depends on
+                ``learn_inducing_points`` of the constructor: ``"fixed"`` if it is ``False``,
+                ``"both"`` if it is ``True``, and otherwise ``"adapt"``. With ``learn=False``, it is
+                ``"fixed"``.
+            max_inducing: The maximum number of inducing points if they are adapted. By default the
+                number that was passed to the constructor, or 300.
+            discount: The factor by which everything learnt before is down-weighted, in memory and
+                in the summary, for streams that drift. ``"auto"`` discounts if this makes the new
+                batch clearly more probable; ``record.discount`` is the factor that was used.
+            site_steps: The maximum number of passes over the data each time that the sites are
+                converged. By default 100. With thousands of observations of many classes, 10 are
+                often enough.
             arguments: Per-point arguments of the likelihood (``total_count=``), ``... x n'`` or of
-                the shape of ``Y``; and ``coefficients=``, ``n' x J``, for observations of
-                functionals ``sum_j c_ij f(x_ij)``.
+                the shape of ``Y``; and ``coefficients=``, ``n' x J``, for observations of linear
+                combinations ``sum_j c_ij f(x_ij)``.
 
         Returns:
-            What the update did.
+            A record of the update.
 
         Example:
             >>> import torch
@@ -1196,13 +1206,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     ) -> list[UpdateRecord]:
         """Update with each batch of a stream.
 
-        If a batch cannot be learnt, a note of the error says which; those before it have been
-        learnt and stay so, and a callback has had their records.
+        If a batch cannot be learnt, the error has a note with the number of the batch. All earlier
+        batches have been learnt, and ``callback`` has been called with their records.
 
         Args:
-            stream: Any iterable of pairs ``(X, Y)``: a `DataLoader`, a generator, a list. Or of
-                triples, of which the last is a dictionary of per-point arguments (``total_count``,
-                ``noise``) of that batch.
+            stream: An iterable of pairs ``(X, Y)``, such as a `DataLoader`, a generator or a list.
+                It can also contain triples ``(X, Y, arguments)``, with a dictionary of per-point
+                arguments (``total_count``, ``noise``).
             callback: Called with the record of each update.
             progress: Whether to show a progress bar (only on a terminal).
             options: Options of `update`.
@@ -1235,25 +1245,23 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     ) -> None:
         """Remove observations that the model has learnt.
 
-        Observations in the memory are removed exactly. Others are taken out of the summary with
-        the sites that they have under the present posterior: exact for Gaussian observations if
-        hyperparameters and inducing points are those that they were folded with, an approximation
-        for all others, since what was folded with or after them keeps the sites that it had.
-        Of a softmax with classes still to come a bound was folded, which moves on with the
-        posterior: it is taken out nearly or, where that would leave less than nothing, refused.
+        Observations in the memory are removed exactly. For other observations, their contribution
+        under the present posterior is subtracted from the summary. This is exact for Gaussian
+        observations if hyperparameters and inducing points have not changed since they were folded,
+        and an approximation otherwise. It is also an approximation for a `SoftmaxLikelihood` with
+        classes that have not been observed yet, and may raise an error there.
 
-        A summary is a sum, and cannot tell what it is a sum of. An observation that was never
-        learnt is only noticed, and refused, where the posterior knows too little to have learnt it;
-        amid many others it would be taken out of these. Forget only what you know to have been
-        learnt.
+        Only forget observations that the model has learnt. The summary is a sum and does not know
+        its terms. Removing an observation that was never learnt raises an error only if the
+        posterior is too uncertain there; otherwise, the contribution of others is removed instead.
 
         Args:
             X: ``n' x d`` inputs.
             Y: ``n' x m`` observations.
             noise: Noise variances of Gaussian observations.
             fade: ``n'``, how much each observation still counts: the product of all discounts since
-                it was learnt. Needed in streams with a ``discount``, for observations that are no
-                longer in the memory.
+                it was learnt. Required for observations that are no longer in the memory, if the
+                stream has been discounted.
             arguments: Per-point arguments of the likelihood.
 
         Example:
@@ -1284,9 +1292,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     @property
     @reads
     def memory(self) -> Remembered:
-        """The observations that the model holds as they are, and their leverage; copies.
+        """Copies of the observations in the memory, and their leverage.
 
-        Targets are transformed, if there is an ``outcome_transform``; inputs are not.
+        Targets are transformed if there is an ``outcome_transform``. Inputs are not.
         """
         held = self.stream.observations
         _, leverage = sites_and_leverage(self, self.transformed(held))
@@ -1305,7 +1313,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             arguments: Per-point arguments of the likelihood.
 
         Returns:
-            ``n'`` scores: how much each observation determines the posterior at its own input.
+            ``n'`` scores, which measure how much each observation determines the posterior.
         """
         data = self.transformed(self.checked(X, Y, noise, arguments))
         scores, first = sites_and_leverage(self, data)[1], data.first_parts
@@ -1398,19 +1406,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> SequentialGP:
-        """A model of the same type that has seen more observations; this one is unchanged.
+        """Return a model that is conditioned on more observations. This model is unchanged.
 
-        The posterior process is conditioned exactly, with converged sites, in site space (see
+        The result is the same as if the new inputs were added to the inducing points (see
         `DualVariationalStrategy.get_fantasy_model`). Hyperparameters are shared, not copied.
 
         Args:
             X: ``batch_shape x n' x d`` inputs.
-            Y: ``batch_shape' x n' x m`` observations; batch shapes broadcast, missing ones on the
-                left are added.
-            noise: Noise variances of Gaussian observations, of the shape of ``Y``, in the space of
+            Y: ``batch_shape' x n' x m`` observations. Batch shapes broadcast.
+            noise: Noise variances of Gaussian observations, of the shape of ``Y``, on the scale of
                 transformed outcomes.
-            kwargs: ``fixed_inducing=True`` for the paper's update, ``tol``, ``max_steps``, and
-                per-point arguments of the likelihood (``total_count=``), ``... x n'``.
+            kwargs: Per-point arguments of the likelihood (``total_count=``), ``... x n'``, and the
+                options ``tol``, ``max_steps`` and ``fixed_inducing=True`` (the update of the paper,
+                at fixed inducing points).
 
         Example:
             >>> import torch
@@ -1458,14 +1466,16 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         propagate_grads: bool = False,
         **kwargs: Any,
     ) -> SequentialGP:
-        """The model conditioned on observations at ``X`` that are drawn from its own posterior.
+        """Return the model conditioned on observations at ``X``, sampled from its posterior.
+
+        Samples are possible observations: labels are 0 or 1, and counts are integers.
 
         Args:
             X: ``batch_shape x n' x d`` inputs; ``n'`` may be zero.
-            sampler: Draws observations, each of them a possible one (0/1, counts, ...).
+            sampler: The sampler of the observations.
             observation_noise: Noise variances of Gaussian observations, ``... x n' x m`` or
-                ``... x 1 x m``, in the space of transformed outcomes.
-            propagate_grads: BoTorch's setting of that name, for the posterior at ``X``.
+                ``... x 1 x m``, on the scale of transformed outcomes.
+            propagate_grads: As in BoTorch.
             kwargs: As for `condition_on_observations`.
 
         Returns:
@@ -1489,7 +1499,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if not self.has_output_dim:
             kwargs = self._per_point(kwargs, torch.Size([*X.shape[:-1], 1]))
         arguments = {k: v for k, v in kwargs.items() if k not in _CONDITION_OPTIONS}
-        with fantasize_flag():
+        self._leave_train_mode()
+        with fantasize_flag(), self.variational_strategy.sharing_predictions():
             if X.shape[-2]:
                 noisy = True if observation_noise is None else observation_noise
                 with settings.propagate_grads(propagate_grads):
@@ -1559,10 +1570,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
 
     @reads
     def subset_output(self, idcs: list[int]) -> SequentialGP:
-        """A copy of the model, of some of the outputs.
+        """Return a copy of the model with some of its outputs.
 
         Args:
-            idcs: Their indices.
+            idcs: Indices of the outputs.
         """
         m = self.num_outputs
         idcs = [i % m if -m <= i < m else i for i in idcs]
@@ -1571,7 +1582,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if idcs == list(range(m)):
             return copy.deepcopy(self)
         if not self.has_output_dim:
-            raise ValueError("idcs: the latents of one likelihood cannot be separated.")
+            raise ValueError("idcs: the latent functions of a likelihood cannot be separated.")
         if self.variational_strategy.is_conditioned:
             raise ValueError("idcs: select the outputs first, then condition or fantasise.")
         model = copy.deepcopy(self)
@@ -1588,20 +1599,21 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         keep_transforms: bool = True,
         assign: bool = False,
     ) -> None:
-        """Load hyperparameters and transforms; the posterior is that of the data at hand.
+        """Load hyperparameters and transforms, and recompute the posterior of the model's own data.
 
-        A ``state_dict`` holds no data, and so no memory: to stop a stream and go on later, use
-        `seqgp.save` and `seqgp.load`. Inducing points are loaded unless they are the inputs. A
-        state that does not fit raises an error and changes nothing. That of a `SingleTaskGP` with
-        the same modules fits.
+        A ``state_dict`` holds no data. To stop a stream and resume it later, use `seqgp.save` and
+        `seqgp.load`. Inducing points are loaded unless they are the inputs. You can load the state
+        of a `SingleTaskGP` with the same modules. A state that does not fit raises an error, and
+        the model is unchanged.
 
         Args:
-            state_dict: What ``state_dict()`` returned.
-            strict: Whether its keys have to be those of this model, those of the variational
-                strategy excepted.
-            keep_transforms: Whether training targets are transformed anew, by the transform that
-                has been loaded, as in BoTorch's models.
-            assign: Whether to take on the precision and the device of the state.
+            state_dict: The result of ``state_dict()``.
+            strict: Whether its keys must be those of this model, except for the variational
+                strategy.
+            keep_transforms: Whether to use the statistics of the loaded transforms, and transform
+                the training targets with them. Otherwise they remain those of the model's own data,
+                which BoTorch's models learn at the next training step.
+            assign: Whether to convert the model to the precision and device of the state.
 
         Example:
             >>> import torch
@@ -1682,7 +1694,7 @@ SingleTaskGP.register(SequentialGP)
 
 
 def _outputs_of(f: MultivariateNormal, indices: tuple[int, ...] | None) -> MultivariateNormal:
-    """Those of several independent latents that are outputs; all of them by default."""
+    """The latent functions that are outputs; by default all of them."""
     if indices is None:
         return f
     if len(indices) == 1:

@@ -1,7 +1,7 @@
-"""Whether the posterior belongs to the hyperparameters, the noise and the transforms of a model.
+"""Whether the posterior is up to date with hyperparameters, noise and transforms.
 
-All of them can be set by hand at any time, as those of BoTorch's models: the next prediction
-notices, and converges the sites anew.
+As in BoTorch's models, you can set these by hand at any time. The next prediction notices, and
+recomputes the posterior.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
+from seqgp.likelihoods.traits import output_latents
 from seqgp.models.protocol import DataModel
 
 
+@torch.no_grad()
 def values_of(model: DataModel) -> Tensor:
     """All numbers that the sites depend on beside the data, one after the other.
 
@@ -31,7 +33,7 @@ def values_of(model: DataModel) -> Tensor:
             found += [t for t in module._parameters.values() if t is not None]
             found += [t for t in module._buffers.values() if t is not None]
             found += [t for t in vars(module).values() if isinstance(t, Tensor)]
-    flat = [tensor.detach().reshape(-1).to(like.device, like.dtype) for tensor in found]
+    flat = [tensor.reshape(-1).to(like.device, like.dtype) for tensor in found]
     return torch.cat(flat) if flat else like.new_empty(0)
 
 
@@ -68,6 +70,8 @@ def catch_up(model: DataModel) -> None:
             "Hyperparameters, noise or transforms have been set since the posterior was computed. "
             "Predictions do not communicate: call refresh() on every rank first."
         )
+    if strategy.learnt_in_loop:
+        _check_scale_of_loop(model)
     likelihood, noise = model.likelihood, held.arguments.get("noise")
     chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
     if not chosen and held.coefficients is None:
@@ -83,3 +87,26 @@ def catch_up(model: DataModel) -> None:
         model.refresh()
     else:  # the posterior is the prior, or what a training loop has made of it
         model.note_hyperparameters()
+
+
+def _check_scale_of_loop(model: DataModel) -> None:
+    """Raise if a training loop has been given observations that had not been transformed.
+
+    Hyperparameters are then those of other units than those of the targets that the model holds.
+    """
+    held, transform = model.stream.observations, getattr(model, "outcome_transform", None)
+    if transform is None or held.coefficients is not None or not len(held):
+        return
+    targets = model.to_columns(held.targets)
+    mean, _ = model.variational_strategy.marginals(model.transformed(held))
+    given, _ = transform.untransform(targets, X=held.inputs)
+    if model.variational_strategy.num_latents is not None:  # the one that is observed
+        mean = mean[..., (output_latents(model.likelihood) or (0,))[0], :]
+    mean = model.to_columns(mean)
+    to_given, to_held = ((mean - each).square().nanmean() for each in (given, targets))
+    if bool(to_given < 0.5 * to_held):
+        raise RuntimeError(
+            "The training loop has taught the model observations as they are, but its targets are "
+            f"transformed by a {type(transform).__name__}. Pass model.train_targets to the "
+            "objective, or build the model with outcome_transform=None."
+        )

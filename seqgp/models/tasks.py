@@ -15,10 +15,10 @@ from botorch.models.kernels.positive_index import PositiveIndexKernel
 from botorch.models.transforms.outcome import StratifiedStandardize
 from gpytorch.kernels import Kernel
 from gpytorch.means import Mean, MultitaskMean
-from gpytorch.priors import Prior
+from gpytorch.priors import NormalPrior, Prior
 from torch import Tensor
 
-__all__ = ["LoadingKernel", "TaskKernel", "TaskMean", "TaskStandardize"]
+__all__ = ["LoadingKernel", "TaskKernel", "TaskMean", "TaskStandardize", "shared_and_own"]
 
 
 def task_index(values: Tensor, tasks: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ class TaskKernel(PositiveIndexKernel):
 
     Args:
         task_values: The values of all tasks, in ascending order.
-        rank: That of the covariance.
+        rank: The rank of the covariance.
         task_prior: The prior of the correlations of tasks.
-        part: Which of several kernels this is, and how many there are. Several kernels have scales
-            of their own, and start with different correlations, and with a sum of variance one.
+        part: The index of this kernel among several, and their number. Each of several kernels has
+            its own scale and different initial correlations. Initially, their variances sum to one.
         options: As for `PositiveIndexKernel`.
     """
 
@@ -109,7 +109,7 @@ class TaskKernel(PositiveIndexKernel):
             name = "IndexKernelPrior"
             self.register_prior(name, task_prior, _correlations, _set_correlations)
         self.register_buffer("task_values", torch.tensor([float(t) for t in task_values]))
-        # BoTorch's is random. All starts are alike here, so that a fit does not depend on luck.
+        # BoTorch's initial values are random. These are fixed, so that fits are reproducible.
         with torch.no_grad():
             self.raw_var.fill_(float(q))
             spread = 0.1 * torch.eye(len(task_values), rank)
@@ -121,7 +121,7 @@ class TaskKernel(PositiveIndexKernel):
 
     @property
     def correlations(self) -> Tensor:
-        """Those of different tasks, the lower triangle row by row."""
+        """Correlations of different tasks: the lower triangle, row by row."""
         return self._lower_triangle_corr
 
     @correlations.setter
@@ -149,16 +149,17 @@ def _set_correlations(kernel: TaskKernel, value: Tensor) -> None:
 
 
 class LoadingKernel(Kernel):
-    r"""A latent function that tasks share, each with a weight: :math:`k(t, t') = w_t w_{t'}`.
+    r"""A task kernel of rank one, :math:`k(t, t') = w_t w_{t'}`, with weights of either sign.
 
-    Weights may be negative, and so may correlations of tasks. Some of them may be held fixed: a
-    weight of zero says that the function is no part of a task.
+    All tasks share one latent function, and each has a weight (loading). Weights, and therefore
+    correlations, can be negative. Some weights can be fixed. If a weight is fixed at zero, the
+    task does not depend on the function.
 
     Args:
         task_values: The values of all tasks, in ascending order.
-        loadings: Their initial weights.
+        loadings: The initial weights of the tasks.
         fixed: Values of tasks whose weights are not learnt.
-        loading_prior: The prior of those that are.
+        loading_prior: The prior of the other weights.
         options: As for `Kernel`.
 
     Example:
@@ -219,11 +220,44 @@ class LoadingKernel(Kernel):
         return first.unsqueeze(-1) * second.unsqueeze(-2)
 
 
+def shared_and_own(task_values: Sequence[int]) -> list[LoadingKernel]:
+    r"""Kernels of tasks that share a function, and have a part of their own.
+
+    The first task is :math:`f_0`, task :math:`t` is :math:`w_t f_0 + v_t f_t`, each with a kernel
+    of the inputs. With :math:`w_t = 0` a task has nothing to do with the first one. In contrast,
+    the default kernel has one lengthscale for all tasks, and positive correlations: if outputs are
+    not related, the scarce one suffers.
+
+    Args:
+        task_values: The values of all tasks, the one that others are compared with first.
+
+    Example:
+        >>> from seqgp import SequentialMultiTaskGP
+        >>> x = torch.linspace(0, 1, 12, dtype=torch.double).unsqueeze(-1)
+        >>> Y = torch.cat([torch.sin(6 * x), torch.cos(9 * x)], -1)
+        >>> kernels = shared_and_own([0, 1])
+        >>> model = SequentialMultiTaskGP(x, Y, None, task_covar_module=kernels)
+        >>> model.task_covariance.shape
+        torch.Size([2, 2, 2])
+    """
+    first, *others = task_values
+    tasks = sorted(task_values)
+    half = math.sqrt(0.5)  # both parts have the same variance at first
+
+    def kernel(weights: dict[int, float], fixed: Sequence[int]) -> LoadingKernel:
+        loadings = [weights.get(task, 0.0) for task in tasks]
+        return LoadingKernel(tasks, loadings, fixed, loading_prior=NormalPrior(0.0, 1.0))
+
+    shared = kernel({first: 1.0} | dict.fromkeys(others, half), [first])
+    own = [kernel({task: half}, [other for other in tasks if other != task]) for task in others]
+    return [shared, *own]
+
+
 class TaskMean(Mean):
     """A mean of its own for each task.
 
     Args:
-        means: Those of the tasks, functions of the other inputs.
+        means: The means of the tasks, as functions of the other inputs.
         task_values: The values of all tasks, in ascending order.
         task_feature: The index of the task column, from the first.
     """
@@ -242,13 +276,13 @@ class TaskMean(Mean):
 
 
 class TaskStandardize(StratifiedStandardize):
-    """Standardises observations task by task, those of some tasks; the others are left alone.
+    """Standardises the observations of each task separately, for tasks with real-valued ones.
 
     Args:
         stratification_idx: The index of the task column.
         all_task_values: The values of all tasks.
-        real: Indices of tasks whose observations are real numbers, which can be standardised.
-        observed: Indices of tasks that have been observed, whose statistics stay.
+        real: Indices of the tasks whose observations are real numbers, which are standardised.
+        observed: Indices of tasks that have been observed, whose statistics are kept.
         options: As for `StratifiedStandardize`.
     """
 

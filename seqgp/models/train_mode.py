@@ -1,4 +1,4 @@
-"""What a model returns in train mode."""
+"""The distribution that a model returns in train mode."""
 
 from __future__ import annotations
 

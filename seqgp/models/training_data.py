@@ -1,6 +1,6 @@
-"""The training data of a model as BoTorch's models show theirs.
+"""The training data of a model, in the form in which BoTorch's models return them.
 
-They are views for others: `SequentialGP.stream` holds the data.
+The data themselves are in `SequentialGP.stream`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def train_targets(model: DataModel) -> Tensor:
     """
     if model.variational_strategy.has_summary:
         warnings.warn(
-            f"train_targets: these are the {model.num_data} observations in the memory, of "
-            f"{model.num_seen} that the model has learnt from. What needs all of them, such as "
-            "leave-one-out cross validation or the best observation so far, needs them from you; "
-            "model.memory is for those in the memory.",
+            f"train_targets: these are the {model.num_data} observations in the memory, out of "
+            f"{model.num_seen} that the model has learnt. Whatever needs all of them, such as "
+            "leave-one-out cross validation or the best observation so far, has to use your own "
+            "copy of the data. model.memory returns those in the memory without this warning.",
             stacklevel=3,
         )
     targets = model.stream.observations.targets.detach().clone()

@@ -102,9 +102,11 @@ def num_classes(model: SequentialGP) -> int:
 
 
 def is_probability(model: SequentialGP) -> bool:
-    """Whether the expected observation is a probability or a proportion."""
-    kinds = BernoulliLikelihood | BinomialLikelihood | SoftmaxLikelihood
-    return isinstance(model.likelihood, kinds)
+    """Whether the expected observation is the probability of a label or class.
+
+    Proportions of counts are not: they may all be small, and 0.5 is no boundary.
+    """
+    return isinstance(model.likelihood, BernoulliLikelihood | SoftmaxLikelihood)
 
 
 def label_of(model: SequentialGP, output: int) -> str:

@@ -1,7 +1,7 @@
-"""Updates happen on the side: a draft of the model is changed, and adopted as a whole.
+"""Updates work on a draft, a copy of the model, which replaces the model in the end.
 
-Until it is adopted the model is as it was, whatever goes wrong and whoever reads it meanwhile. It
-is adopted while nobody reads (`seqgp.streaming.guard`).
+Until then the model is unchanged, whatever goes wrong and whoever reads it. It is replaced while
+nobody reads it (`seqgp.streaming.guard`).
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def log_ratios(model: StreamModel, data: Observations, duals: Duals) -> list[flo
     Args:
         model: The model.
         data: Observations, as the strategy sees them.
-        duals: Those of what is known without these observations.
+        duals: The duals of everything known without these observations.
     """
     values = [evidence_of(model, data, duals, factor) for factor in (1.0, *CANDIDATES)]
     return [value - values[0] for value in values[1:]]
@@ -208,7 +208,7 @@ def evidence_of(model: StreamModel, data: Observations, duals: Duals, factor: fl
     Args:
         model: The model.
         data: Observations, as the strategy sees them.
-        duals: Those of what is known without these observations.
+        duals: The duals of everything known without these observations.
         factor: How much it counts.
     """
     strategy, likelihood = model.variational_strategy, model.likelihood

@@ -8,7 +8,7 @@ from gpytorch.kernels import Kernel
 from linear_operator import to_dense
 from torch import Tensor
 
-from seqgp.variational.stationary import covariances
+from seqgp.variational.stationary import covariance_function
 
 #: The largest number of inputs that are looked at; of more, as many are drawn at random.
 MAX_CANDIDATES = 100_000
@@ -66,11 +66,12 @@ class GreedyAllocator(GreedyVarianceReduction):
         left = to_dense(covar_module(inputs, diag=True)).clone()
         rows = left.new_empty(num_inducing, len(inputs))
         pivots: list[int] = []
+        covariances = covariance_function(covar_module)
         for i in range(min(num_inducing, len(inputs))):
             pivot = int(left.argmax())
             if pivots and float(left[pivot]) < epsilon:
                 break
-            row = covariances(covar_module, inputs[pivot : pivot + 1], inputs).squeeze(-2)
+            row = covariances(inputs[pivot : pivot + 1], inputs).squeeze(-2)
             rows[i] = (row - rows[:i, pivot] @ rows[:i]) / left[pivot].sqrt()
             left = left - rows[i].square()
             left[pivot] = -torch.inf

@@ -1,4 +1,4 @@
-"""Threads: nobody reads a model while an update takes its place, and updates take turns."""
+"""Threads: reading waits while a finished update replaces the model, and updates take turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Guard:
 
 
 def reads(method: F) -> F:
-    """For methods of a model that read it: they see it before or after an update, not between.
+    """A decorator for methods that read a model: they see it before or after an update.
 
     Args:
         method: The method of a class whose instances have a ``guard``.
@@ -51,7 +51,7 @@ def reads(method: F) -> F:
 
 
 def writes(method: F) -> F:
-    """For methods of a model that replace its state as a whole: one after the other.
+    """A decorator for methods that replace the state of a model: they run one after the other.
 
     Args:
         method: The method of a class whose instances have a ``guard``.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from seqgp.streaming.greedy_allocator import GreedyAllocator
 from seqgp.streaming.point_criterion import TOLERANCE, choose_inducing_points, first_kernel
+from seqgp.validation import is_whole
 
 #: The largest number of inducing points along a stream, unless the user has said how many.
 DEFAULT_LIMIT = 300
@@ -201,9 +202,10 @@ def inducing_point_rule(rule: str | InducingPointRule) -> InducingPointRule:
         return rule
     if isinstance(rule, str) and rule in RULES:
         return RULES[rule]
+    hint = "; max_inducing= is the maximum number of inducing points" if is_whole(rule) else ""
     raise ValueError(
         f"inducing: expected learn, adapt, both, cluster or fixed, or an InducingPointRule, got "
-        f"{rule!r}."
+        f"{rule!r}{hint}."
     )
 
 

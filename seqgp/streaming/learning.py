@@ -87,7 +87,7 @@ def decide(
         surprise: What `surprise_of` says of the new observations.
     """
     if learn is False:
-        return Decision(False, False, "learn=False")
+        return Decision(False, False, "conditioned on the data: learn=False")
     number = stream.num_seen + num_new
     surprised = surprise > max(LEAST_SURPRISE, SURPRISE * number)
     growth = GROWTH if surprised else RESTART_GROWTH
@@ -95,16 +95,15 @@ def decide(
     if learn:
         return Decision(True, False, "learn=True")
     if not number:
-        return Decision(False, False, "there are no data")
+        return Decision(False, False, "no data")
     if surprised:
         reason = f"new observations were {surprise:.0f} nats less probable than expected"
         return Decision(True, restart, reason)
     if number < GROWTH * stream.learned_at:
-        return Decision(
-            False, False, f"{number} observations are few more than {stream.learned_at}"
-        )
-    reason = f"{number} observations, {stream.learned_at} when it last learnt"
-    return Decision(True, restart, reason)
+        reason = f"{number} observations, {stream.learned_at} when hyperparameters were learnt"
+        return Decision(False, False, f"conditioned on the data: {reason}")
+    before = f"{stream.learned_at} the last time" if stream.learned_at else "the first time"
+    return Decision(True, restart, f"{number} observations, {before}")
 
 
 def surprise_of(stream: StreamState, density: Tensor) -> float:
@@ -309,9 +308,10 @@ def learn_best(
         bound = draft.refresh(max_steps=options.site_steps)
         return _Candidate(name, draft, bound, stream_densities(draft))
 
-    present = candidate("present", False, True)
+    present = candidate("kept hyperparameters", False, True)
     learnt: list[_Candidate] = []
-    for name, with_past in (("continued", True), ("restarted", False)):
+    names = "learnt hyperparameters", "learnt hyperparameters from scratch"
+    for name, with_past in zip(names, (True, False), strict=True):
         if not with_past and not (restart and model.stream.num_updates):
             continue
         try:

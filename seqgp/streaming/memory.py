@@ -214,7 +214,7 @@ def _is_number(value: object) -> bool:
 
 
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
-    """``total`` places for groups of some sizes: as even as it goes, none empty if it can be."""
+    """Distribute ``total`` places over groups of some sizes, as evenly as possible."""
     if total is None:
         return [None for _ in counts]
     shares: list[int | None] = [0 for _ in counts]
@@ -227,27 +227,26 @@ def _even_shares(counts: list[int], total: int | float | None) -> list[int | Non
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How much of a stream is remembered, and what.
+    """How many observations of a stream are kept in memory, and which.
 
     Attributes:
-        capacity: The largest number of observations that are kept, or, as a ``float`` between 0
-            and 1, their share of all that have been seen (at least one of them); ``None`` for no
-            limit.
-        per_update: The largest number of new ones that are taken over at each update; ``None``
-            for no limit. With a limit, old ones are only given up if the capacity demands it.
+        capacity: The maximum number of observations in memory. A ``float`` between 0 and 1 is a
+            share of all observations so far (at least one is kept). ``None`` means no limit.
+        per_update: The maximum number of new observations that each update adds to the memory.
+            ``None`` means no limit. With a limit, old observations leave the memory only if the
+            capacity requires it.
         policy: ``"leverage"``, ``"random"``, ``"recent"``, ``"none"``, a `MemoryPolicy` or a
             function.
-        seed: Seed of the draws.
-        replay: For how much of what has been folded the memory stands, from 0 to 1. A folded
-            observation that is not Gaussian keeps the site that it had, which grows stale as the
-            posterior moves on. With 0 that has to do. With 1 the summary does not
-            count; instead every remembered observation counts for all those that it was drawn
-            from, by the inverse of the probability of being kept: for a memory that is large, and
-            a posterior that moves far. In between, each counts in part. ``None`` (the default)
-            chooses along the stream (`seqgp.streaming.replay`): the summary, as long as the
-            memory alone does not predict better.
-        balance: Whether the classes of a classification share the places evenly, as far as there
-            are enough of each.
+        seed: Seed of the random choice.
+        replay: How much of the summary is replaced by the memory, from 0 to 1. The summary freezes
+            the contribution of an observation that is not Gaussian, and this becomes outdated as
+            the posterior changes. 0 always uses the summary. 1 ignores the summary, and weights
+            each observation in memory by the number of observations that it represents. This is
+            for a large memory and a posterior that changes a lot. Values in between use both in
+            part. ``None`` (the default) decides along the stream (`seqgp.streaming.replay`): the
+            summary is used unless the memory alone predicts better.
+        balance: Whether the classes of a classification get equal shares of the memory, as far as
+            there are enough observations of each.
 
     Example:
         >>> import torch
@@ -305,10 +304,14 @@ class MemoryOptions:
             return given
         if is_whole(given):
             return cls(capacity=int(given))
-        share = f"; a share of what has been seen is MemoryOptions({given})"
+        is_share = isinstance(given, float) and 0 < given <= 1
         raise TypeError(
-            f"memory: expected MemoryOptions or a whole number of observations, got {given!r}"
-            f"{share if isinstance(given, float) and 0 < given <= 1 else ''}."
+            f"memory: expected MemoryOptions or a whole number of observations, got {given!r}; "
+            + (
+                f"MemoryOptions({given}) keeps this share of all observations."
+                if is_share
+                else "MemoryOptions(None) keeps all observations."
+            )
         )
 
     def at(self, num_seen: int) -> MemoryOptions:

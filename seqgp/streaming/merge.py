@@ -112,13 +112,13 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
             ) from error
         if model.stream.shard is not None:
             raise ValueError(
-                f"models: number {index} has a process_group and holds a shard of its data; merge "
-                "what its gathered() returns, which every rank has to call."
+                f"models: number {index} has a process_group and holds only a shard of its data; "
+                "call gathered() on every rank, and merge the result."
             )
         if model.stream.rule != PseudoLikelihood.name:
             raise ValueError(
-                f"models: number {index} has learnt by the rule {model.stream.rule!r}, in which "
-                f"a summary is no sum; expected {PseudoLikelihood.name!r}."
+                f"models: number {index} was updated with mode={model.stream.rule!r}, whose "
+                f"summaries cannot be added; expected {PseudoLikelihood.name!r}."
             )
     first = models[0]
     for index, model in enumerate(models[1:], 1):
@@ -128,7 +128,7 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
 
 
 def _difference(first: Any, other: Any) -> str | None:
-    """What keeps two models from being merged, in words; ``None`` for nothing."""
+    """The reason why two models cannot be merged, ``None`` if they can."""
     if type(first) is not type(other):
         return f"it is a {type(other).__name__}, that a {type(first).__name__}."
     Z, theirs = (m.variational_strategy.inducing_points for m in (first, other))

@@ -27,7 +27,7 @@ class StreamModel(Protocol):
     likelihood: Likelihood
     covar_module: Kernel
     stream: StreamState
-    #: Keeps those who read apart from updates.
+    #: Locks, so that readers never see half an update.
     guard: Guard
     memory_options: MemoryOptions
     max_inducing: int
@@ -36,11 +36,11 @@ class StreamModel(Protocol):
     discrete_dims: tuple[int, ...]
     #: Whether targets are standardised although the user has not asked for it.
     standardizes_by_default: bool
-    #: Whether the user has said where the inducing points are.
+    #: Whether the user has passed inducing points as a tensor.
     keeps_inducing_points: bool
-    #: Whether they are moved by gradient.
+    #: Whether inducing points are moved by gradient.
     fits_inducing_points: bool
-    #: Whether they may be put elsewhere.
+    #: Whether inducing points may be replaced.
     changes_inducing_points: bool
     training: bool
     outcome_transform: OutcomeTransform

@@ -56,7 +56,8 @@ class UpdateOptions:
             if (name == "tol" and value is None) or (name == "discount" and value == "auto"):
                 continue
             if not isinstance(value, Real) or isinstance(value, bool):
-                raise TypeError(f"{name}: expected a number, got {value!r}.")
+                auto = ' or "auto"' if name == "discount" else ""
+                raise TypeError(f"{name}: expected a number{auto}, got {value!r}.")
         if not isinstance(self.discount, str) and not 0 <= self.discount <= 1:
             raise ValueError(f"discount: expected a number in [0, 1], got {self.discount}.")
         if self.tol is not None and not (self.tol >= 0 and math.isfinite(self.tol)):

@@ -71,12 +71,9 @@ class PaperRule(UpdateRule):
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
         """Raise for a discount and for replay, which the paper does not have."""
         if options.discount != 1:
-            raise ValueError("discount: the paper's rule knows none.")
+            raise ValueError('discount: not supported with mode="paper".')
         if memory.replay:
-            raise ValueError(
-                "replay: the paper's rule knows none, and Gaussian observations need none: their "
-                "sites stay exact; pass MemoryOptions(replay=0)."
-            )
+            raise ValueError('replay: not supported with mode="paper"; pass replay=0.')
 
     def learns_by_default(self, learn: bool | None) -> bool | None:
         """At every update."""

@@ -13,6 +13,7 @@ latents.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
-from seqgp.variational.stationary import covariances
+from seqgp.variational.stationary import covariance_function
 
 #: The loss that is tolerated by default, in nats for each observation.
 TOLERANCE = 0.005
@@ -60,7 +61,8 @@ def _criterion(
     number = torch.ones_like(prior[0]) if represents is None else represents.to(prior)
     A, residual = prior.new_zeros(len(prior), 0, len(candidates)), prior.clone()
     if len(Z):
-        K, cross = _matrix(kernel, Z, Z), _matrix(kernel, Z, candidates)
+        matrix = _matrix_of(kernel)
+        K, cross = matrix(Z, Z), matrix(Z, candidates)
         A = solve_lower(scaled_cholesky(K, relative_jitter(Z.dtype)), cross)
         residual = (prior - A.square().sum(-2)).clamp_min(0)
     return _Criterion(prior, beta, number, A, residual)
@@ -130,6 +132,7 @@ def choose_inducing_points(
     beta, residual, jitter = parts.precision, parts.residual, relative_jitter(Z.dtype)
     tolerated = tol * parts.number.sum()
     chosen: list[int] = []
+    matrix = _matrix_of(kernel)
     roots = [parts.A]  # rows of the Cholesky factors of the candidates, block by block
     while bool(parts.cost(residual) > tolerated):
         if len(Z) + len(chosen) >= max_points:
@@ -147,7 +150,7 @@ def choose_inducing_points(
         pivot = int((beta * residual).sum(0).argmax())
         if len(roots) == 33:  # products with a few large blocks are faster than with many rows
             roots = [torch.cat(roots, -2)]
-        row = _matrix(kernel, candidates[pivot : pivot + 1], candidates)[:, 0]
+        row = matrix(candidates[pivot : pivot + 1], candidates)[:, 0]
         for block in roots:
             row = row - (block[..., pivot].unsqueeze(-2) @ block).squeeze(-2)
         own = row[:, pivot].unsqueeze(-1)
@@ -207,7 +210,8 @@ def explain_residuals(
     parts = _criterion(Z, inputs, kernel, None, None)
     prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
     # Rows of the kernel matrix in parts: there may be many inputs.
-    rows = [_matrix(kernel, part, inputs)[0] @ slope.mT for part in inputs.split(512)]
+    matrix = _matrix_of(kernel)
+    rows = [matrix(part, inputs)[0] @ slope.mT for part in inputs.split(512)]
     left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
     left = each * left - (each - 1) * residual * slope
     tolerated, jitter = tol * len(inputs), relative_jitter(Z.dtype)
@@ -220,7 +224,7 @@ def explain_residuals(
         pivot = int(gains.argmax())
         if not bool(is_new[pivot]):
             break  # what is left is rounding
-        row = _matrix(kernel, inputs[pivot : pivot + 1], inputs)[0, 0]
+        row = matrix(inputs[pivot : pivot + 1], inputs)[0, 0]
         for block in roots:
             row = row - block[:, pivot] @ block
         root = row / residual[pivot].sqrt()
@@ -265,8 +269,8 @@ def _exchange(
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
     prior = _members(kernel(candidates, diag=True), 1).double()
-    K = _matrix(kernel, Z, Z).double()
-    cross = _matrix(kernel, Z, candidates).double().clone()
+    matrix = _matrix_of(kernel)
+    K, cross = matrix(Z, Z).double(), matrix(Z, candidates).double().clone()
     P = torch.cholesky_inverse(scaled_cholesky(K, jitter))
     B = P @ cross
     unexplained = prior - (cross * B).sum(-2)
@@ -280,7 +284,7 @@ def _exchange(
             break
         deviation = P[:, old, old].sqrt().unsqueeze(-1)
         weights, row = P[:, old] / deviation, B[:, old] / deviation
-        covariance = _matrix(kernel, candidates[new : new + 1], candidates)[:, 0].double()
+        covariance = matrix(candidates[new : new + 1], candidates)[:, 0].double()
         column = cross[:, :, new].clone()
         given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2) + row[:, new, None] * row
         variance = (given[:, new] + jitter * prior[:, new]).unsqueeze(-1)
@@ -311,9 +315,10 @@ def first_kernel(kernel: Kernel) -> Kernel:
     return kernel[(0,) * len(kernel.batch_shape)] if kernel.batch_shape else kernel
 
 
-def _matrix(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
-    """``b x p x n`` covariances of values at ``p x d`` and ``n x d`` inputs."""
-    return _members(covariances(kernel, left, right), 2)
+def _matrix_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
+    """Maps ``p x d`` and ``n x d`` inputs to ``b x p x n`` covariances of values there."""
+    covariances = covariance_function(kernel)
+    return lambda left, right: _members(covariances(left, right), 2)
 
 
 def _members(tensor: Tensor, event_dims: int) -> Tensor:

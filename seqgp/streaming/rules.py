@@ -57,12 +57,12 @@ class Learned(NamedTuple):
     Attributes:
         steps: Evaluations of the objective for hyperparameters.
         bound: The bound at the end.
-        outcome: Which hyperparameters have been kept.
+        outcome: What was done to the hyperparameters, in words.
     """
 
     steps: int
     bound: Tensor
-    outcome: str = "present"
+    outcome: str = "learnt hyperparameters"
 
 
 class UpdateRule(ABC):
@@ -85,8 +85,8 @@ class UpdateRule(ABC):
         """
         if memory.replay and is_conjugate(model.likelihood):
             raise ValueError(
-                "replay: the paper's rule knows none, and Gaussian observations need none: their "
-                "sites stay exact; pass MemoryOptions(replay=0)."
+                "replay: not supported for Gaussian observations, whose summary is never outdated; "
+                "use MemoryOptions(replay=0)."
             )
 
     def learns_by_default(self, learn: bool | None) -> bool | None:
@@ -141,8 +141,8 @@ class PseudoLikelihood(UpdateRule):
     points move; the memory's sites are converged anew.
 
     Args:
-        bounds_new_classes: Whether what is folded of a softmax leaves room for classes that nobody
-            has seen yet, see `fold_all_but`.
+        bounds_new_classes: Whether to fold sites of a softmax such that the model can still learn
+            classes that have not been observed, see `fold_all_but`.
     """
 
     name = "pseudo-likelihood"
@@ -193,16 +193,16 @@ def fold_all_but(
 ) -> bool:
     """Fold what is not kept into the summary, with its sites, but for those of new classes.
 
-    The latent of a class that nobody has seen yet will rise somewhere once it comes. Where others
-    are certain, their own sites would not object: a certain choice has no curvature. Those of a
-    lower bound do.
+    When a new class appears, its latent function increases somewhere. Where another class is
+    certain, its own sites have no curvature and would not prevent this. The sites of a lower bound
+    of the likelihood do.
 
     Args:
         model: The model.
         data: All of its observations, as the strategy sees them.
         kept: Indices of those to keep.
         sites: The sites of all.
-        unseen: ``c``, which classes nobody has seen yet.
+        unseen: ``c``, which classes have not been observed yet.
 
     Returns:
         Whether the posterior is another now: because of such sites, or of those of negative
@@ -241,7 +241,7 @@ def note_classes(model: StreamModel, targets: Tensor | None = None) -> None:
 
 
 def unseen_classes(model: StreamModel) -> Tensor | None:
-    """``c``, which classes of a softmax nobody has seen yet; ``None`` if there are none.
+    """``c``, which classes of a softmax have not been observed; ``None`` if all have.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""What a stream has left behind: everything that an update changes beside the posterior."""
+"""The state of a stream: everything that an update changes besides the posterior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqgp.observations import Observations
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of the observations that several processes hold together are those of this one.
+    """The shard of one process, if several processes share the observations.
 
     Attributes:
         ranks: The processes.
@@ -79,7 +79,7 @@ class StreamState:
         surprise: How many nats less probable than that new ones have been since.
         initial: The hyperparameters that the stream began with, by name.
         moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
-            so far, as they were observed; ``None`` if nobody needs them.
+            so far, as they were observed; ``None`` if they are not needed.
         warned: Whether it has been said that more inducing points would be needed.
         restarted_at: How many had been when learning last started from scratch as well.
         shard: The place of these observations among those of all processes that share the stream;
@@ -127,7 +127,7 @@ class StreamState:
         return replace(self, shard=shard)
 
     def whole(self) -> StreamState:
-        """That of one process that holds the observations of all ranks."""
+        """The state of a single process that holds the observations of all ranks."""
         if self.shard is None:
             return self
         order = self.shard.ranks.gather(self.shard.position).argsort()
@@ -141,7 +141,7 @@ class StreamState:
         )
 
     def split(self, ranks: Ranks) -> StreamState:
-        """That of one of several processes that share the observations evenly."""
+        """The state of one of several processes that share the observations evenly."""
         if ranks.alone:
             return self
         n, parts = len(self.observations), self.observations.first_parts

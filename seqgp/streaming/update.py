@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -74,11 +75,11 @@ RULES: dict[str, Callable[[], UpdateRule]] = {
 
 
 class Remembered(NamedTuple):
-    """The observations that a model holds as they are.
+    """The observations in a model's memory.
 
     Attributes:
-        inputs: ``n x d``, as they were given.
-        targets: ``[m x] n``, transformed.
+        inputs: ``n x d`` inputs, as you passed them.
+        targets: ``[m x] n`` transformed targets.
         leverage: ``n`` Bayesian leverage scores under the present posterior.
     """
 
@@ -89,24 +90,24 @@ class Remembered(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """What an update did.
+    """A record of an update.
 
     Attributes:
-        elbo: The evidence lower bound of all that is known, after the update. Observations that
-            are not Gaussian count up to a constant once they have been folded.
-        log_density: Mean log predictive density of the new observations before they were learnt;
+        elbo: The evidence lower bound after the update. With a likelihood that is not Gaussian,
+            it is only known up to a constant once observations have been folded.
+        log_density: Mean log predictive density of the new observations before they were learnt.
             NaN if there were none.
-        steps: Evaluations of the objective for hyperparameters.
-        decision: Why hyperparameters were learnt or not, and what came of it.
-        discount: The factor for what was learnt before. With ``discount="auto"``, one below 1 says
-            that the stream has changed.
-        num_new: How many observations were new.
-        num_memory: How many are in the memory now.
-        memory_gained: How many of the new ones are.
-        memory_lost: How many old ones were folded.
+        steps: The number of evaluations of the objective while hyperparameters were learnt.
+        decision: Why hyperparameters were learnt or not, and which ones were kept.
+        discount: The factor by which everything learnt before was down-weighted. With
+            ``discount="auto"``, a factor below 1 means that the stream has changed.
+        num_new: The number of new observations.
+        num_memory: The number of observations in the memory after the update.
+        memory_gained: The number of new observations among them.
+        memory_lost: The number of observations that left the memory.
         num_inducing: The number of inducing points.
-        hyperparameters: All hyperparameters, constrained, by name.
-        seconds: The time that the update took.
+        hyperparameters: All hyperparameters by name, with their constraints applied.
+        seconds: The duration of the update.
     """
 
     elbo: float
@@ -162,8 +163,13 @@ def update(
     model.check_not_fantasy()
     if model.stream.num_updates and rule.name != model.stream.rule:
         raise ValueError(
-            f"mode: this stream has been learnt with {model.stream.rule!r}, in which its summary "
-            f"means something else; got {rule.name!r}."
+            f"mode: expected {model.stream.rule!r}, as in earlier updates, since the other mode "
+            f"cannot use their summary; got {rule.name!r}."
+        )
+    if not model.stream.num_seen and bool(model.variational_strategy.dual_B.any()):
+        raise RuntimeError(
+            "The posterior has been learnt in a training loop, from observations that the model "
+            "does not hold. Pass these to the constructor, and update that model."
         )
     ranks, num_old = model.variational_strategy.ranks, model.stream.num_held
     with ranks.together():
@@ -179,7 +185,10 @@ def update(
         decision = decide(model.stream, num_new, wanted, surprise)
         draft = draft_of(model, decision.learn)
         draft.stream = replace(draft.stream, surprise=0.0 if decision.learn else surprise)
-        parts = _learn(draft, new, num_new, rule, options, memory, decision)
+        # Without learning nothing but the posterior changes.
+        steady = nullcontext() if decision.learn else draft.variational_strategy.steady()
+        with steady:
+            parts = _learn(draft, new, num_new, rule, options, memory, decision)
         elbo, log_density = torch.stack([parts.bound.sum(), density.nanmean()]).tolist()
         if not math.isfinite(elbo):
             check_bound(parts.bound, "Y")
@@ -392,7 +401,7 @@ def _choose_inducing_points(
     strategy = model.variational_strategy
     Z = strategy.inducing_points.detach()
     if isinstance(inducing, Cluster) and Z.dim() > 2:
-        raise ValueError("inducing: points of several models or outputs cannot be clustered.")
+        raise ValueError('inducing: "cluster" is not supported for several models or outputs.')
     allocator = model.inducing_point_allocator
     if isinstance(rule, PaperRule) and allocator is None:
         allocator = GreedyAllocator()
@@ -527,10 +536,10 @@ def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int |
     if cost > inducing.tol:
         model.stream = replace(stream, warned=True)
         warnings.warn(
-            f"{len(Z)} inducing points, the largest number by default, are too few for these data: "
-            f"they cost {cost:.3g} nats an observation, where {inducing.tol} are tolerated. For "
-            "more, at a higher cost of each update, build the model with inducing_points=600, say, "
-            "or pass max_inducing= to update.",
+            f"{len(Z)} inducing points, the default maximum, are too few for these data: they "
+            f"lower the bound by {cost:.3g} nats per observation (target: {inducing.tol}). For "
+            "better predictions but slower updates, pass max_inducing=600, for example, to update, "
+            "or inducing_points=600 to the constructor.",
             stacklevel=6,
         )
 
@@ -638,9 +647,9 @@ def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) 
     if rest:
         if fade is None and draft.stream.fades:
             raise ValueError(
-                f"X: {len(rest)} of these observations are no longer in the memory, and what has "
-                "been folded has faded since. How much of them is left is not known here: pass "
-                "fade=, the product of all discounts since each was learnt."
+                f"X: {len(rest)} of these observations are no longer in the memory, and the stream "
+                "has been discounted. Pass fade=, the product of all discounts since each of them "
+                "was learnt."
             )
         index = torch.tensor(rest, dtype=torch.long, device=keep.device)
         parts = known.select(index).first_parts

@@ -1,4 +1,4 @@
-"""The GPyTorch face: a variational strategy that stores duals, and its bound."""
+"""The GPyTorch interface: a variational strategy that stores duals, and its bound."""
 
 from seqgp.variational.elbo import DualELBO
 from seqgp.variational.ngd import DualNGD

@@ -25,13 +25,13 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
             - \mathrm{KL}[q(u; \theta) \| p_\theta(u)], \qquad
         q(u; \theta) \propto p_\theta(u) \, t(u)
 
-    The value is that of `gpytorch.mlls.VariationalELBO`; the difference is what stays fixed when
-    :math:`\theta` moves. A `VariationalStrategy` holds its (whitened) mean and covariance fixed.
-    A `DualVariationalStrategy` holds the sites :math:`t(u)` fixed and lets the posterior follow
-    the prior, so that the bound stays tight over longer steps. When the sites have converged, the
-    gradient is that of the bound maximised over q (for a Gaussian likelihood, Titsias' collapsed
-    bound). Alternate it with `DualVariationalStrategy.converge` or `natural_gradient_step`; in a
-    training loop with `DualNGD` it is the same as GPyTorch's.
+    Its value is that of `gpytorch.mlls.VariationalELBO`, but its gradient is not. A
+    `VariationalStrategy` holds its (whitened) mean and covariance fixed when :math:`\theta`
+    changes. A `DualVariationalStrategy` holds the pseudo-likelihood :math:`t(u)` fixed, and the
+    posterior follows the prior, so that the bound remains tight over longer steps. Once the
+    posterior has converged, the gradient is that of the bound maximised over q (for a Gaussian
+    likelihood, Titsias' collapsed bound). Alternate it with `DualVariationalStrategy.converge` or
+    `natural_gradient_step`. In a training loop with `DualNGD`, it is the same as GPyTorch's.
 
     Expectations are deterministic for every likelihood, also for those of several latents, for
     which GPyTorch would draw samples.
@@ -41,7 +41,7 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         model: A model whose variational strategy is a `DualVariationalStrategy`.
         num_data: The total number of observations, if the bound is evaluated on minibatches; by
             default the model's ``num_data`` if it has one, else the number of targets given.
-        beta: Factor of the KL term.
+        beta: The factor of the KL term.
         combine_terms: Whether to return the sum, or its terms.
 
     Example:
@@ -91,7 +91,8 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         Args:
             approximate_dist_f: ``q(f)`` at the ``n`` inputs, as the model returns it.
             target: ``... x n`` targets.
-            kwargs: Per-point arguments of the likelihood.
+            kwargs: Per-point arguments of the likelihood, besides those that a model reads off its
+                inputs.
 
         Returns:
             A tensor of the batch shape of model and data.
@@ -152,4 +153,5 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any
     ) -> Tensor:
         mean, variance = approximate_dist_f.mean, approximate_dist_f.variance
+        kwargs = {**getattr(approximate_dist_f, "arguments", {}), **kwargs}
         return expected_log_prob(self.likelihood, target, mean, variance, **kwargs).sum(-1)

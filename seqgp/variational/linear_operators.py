@@ -55,6 +55,14 @@ class PosteriorCovariance(LinearOperator):
     def _size(self) -> torch.Size:
         return torch.Size([*self._full_batch_shape, *self.prior.shape[-2:]])
 
+    def __add__(self, other: Any) -> LinearOperator:
+        """With independent noise, which is more on the diagonal."""
+        if not isinstance(other, DiagLinearOperator):
+            return super().__add__(other)
+        jitter = self.jitter + other.diagonal(dim1=-1, dim2=-2)
+        terms = (self.prior, self.A, self.explained, jitter, self.reduction, self.sign)
+        return PosteriorCovariance(*terms, batch_shape=self._full_batch_shape)
+
     def _transpose_nonbatch(self) -> LinearOperator:
         # Symmetric in value; as a function of A and E, so that derivatives are right, it is not.
         terms = (self.prior.mT, self.explained, self.A, self.jitter, self.reduction, self.sign)

@@ -10,28 +10,29 @@ from gpytorch.optim import NGD
 from torch.nn import Module
 
 from seqgp.dual import Duals
-from seqgp.dual.posterior import has_posterior
+from seqgp.dual.natural_parameters import shortened_step
 from seqgp.variational.state import DualState, Leaves
 
 
 class DualNGD(NGD):
-    r"""Natural-gradient descent for all duals of a model, in GPyTorch's usual training loop.
+    r"""Natural-gradient descent for the posterior of a model, in GPyTorch's usual training loop.
 
-    As `gpytorch.optim.NGD` for a `NaturalVariationalDistribution`: any objective of GPyTorch
-    (`VariationalELBO`, `PredictiveLogLikelihood`, `DeepApproximateMLL`, ...), any ``beta``,
-    minibatches, gradients that are accumulated over several backward passes, and wrappers such as
-    `IndependentMultitaskVariationalStrategy`, `LMCVariationalStrategy` or `DeepGPLayer`. Steps are
-    the same as GPyTorch's: with a Gaussian likelihood, all data and ``lr=1`` one step is exact.
+    Use it as you would use `gpytorch.optim.NGD` for a `NaturalVariationalDistribution`. It takes
+    the same steps. With a Gaussian likelihood, all data in one batch and ``lr=1``, one step is
+    exact. All objectives of GPyTorch work (`VariationalELBO`, `PredictiveLogLikelihood`,
+    `DeepApproximateMLL`, ...), with any ``beta``, minibatches and accumulated gradients, and also
+    `IndependentMultitaskVariationalStrategy`, `LMCVariationalStrategy` and `DeepGPLayer`. Without
+    this optimiser, each backward pass takes a step of size 0.1.
 
-    As long as this optimiser exists and the model is in train mode, hyperparameters move under the
-    whitened posterior, as they do in GPyTorch. (In eval mode, or with `DualELBO` and no such
-    optimiser, the posterior follows the prior.)
+    While this optimiser exists and the model is in train mode, a change of hyperparameters leaves
+    the whitened posterior unchanged, as in GPyTorch. Otherwise (in eval mode, or with `DualELBO`
+    and no such optimiser), the posterior follows the prior.
 
     Args:
         model: A model with one or several `DualVariationalStrategy`.
-        num_data: The number of all observations, by which the objective was divided.
-        lr: The step size. If a step would leave no posterior, which can happen with likelihoods
-            that are not log-concave, it is shortened.
+        num_data: The total number of observations, as passed to the objective.
+        lr: The step size. Steps are shortened if they would make the posterior improper, which can
+            happen with likelihoods that are not log-concave.
 
     Example:
         >>> import torch, gpytorch
@@ -88,13 +89,13 @@ class DualNGD(NGD):
             strategy.attach(leaves)
         super().__init__([{"params": leaves.tensors} for leaves in self._leaves], num_data, lr)
         for group, leaves in zip(self.param_groups, self._leaves, strict=True):
-            leaves.tensors = group["params"]  # one list, whoever replaces what is in it
+            leaves.tensors = group["params"]  # the same list, so that both see replaced tensors
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One natural-gradient step from the gradients of all backward passes since `zero_grad`.
+        """Take a natural-gradient step with the gradients accumulated since `zero_grad`.
 
-        Either all duals are changed or, if there is an error, none.
+        If there is an error, no posterior is changed.
 
         Args:
             closure: Evaluates the objective again and returns it.
@@ -130,18 +131,4 @@ class DualNGD(NGD):
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for tensor in group["params"]
         ]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            raise FloatingPointError(
-                "The natural gradient is not finite; nothing has been changed. Check the scale of "
-                "inputs, targets and hyperparameters."
-            )
-        size = float(group["lr"]) * self.num_data
-        for _ in range(16):
-            new = Duals(*(x - size * g for x, g in zip(duals, gradients, strict=True)))
-            if has_posterior(new):
-                return new
-            size /= 2
-        raise FloatingPointError(
-            "No natural-gradient step leads to a posterior; nothing has been changed. Use a "
-            "smaller lr=, and check the scale of inputs, targets and hyperparameters."
-        )
+        return shortened_step(duals, Duals(*gradients), float(group["lr"]) * self.num_data)

@@ -59,9 +59,6 @@ def lbfgs(
         steps: The largest number of iterations.
         tol: Stop when an iteration lowers the loss by less than this.
     """
-    with torch.no_grad():
-        size = abs(float(loss()))
-    options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the loss
     logs = {
         name: parameters[name].detach().log()
         for name, (lower, _) in bounds.items()
@@ -86,10 +83,21 @@ def lbfgs(
             for name, gradient in zip(parameters, gradients, strict=True)
         ]
 
+    first = [closure()]
+    size, start = abs(float(first[0][0].detach())), {k: v.clone() for k, v in free.items()}
+
+    def evaluate() -> tuple[Tensor, list[Tensor | None]]:
+        """The same; at the start, where SciPy begins unless that is out of bounds, it is known."""
+        known = first.pop() if first else None
+        if known is not None and all(torch.equal(free[name], start[name]) for name in free):
+            return known
+        return closure()
+
     with warnings.catch_warnings():
         # Of sites at hyperparameters that are only tried out; those that stay are checked.
         warnings.simplefilter("ignore", NumericalWarning)
-        scipy_minimize(closure, free, within, options=options)
+        options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the loss
+        scipy_minimize(evaluate, free, within, options=options)
     become()
     clamp_to_bounds({name: parameters[name] for name in logs}, {n: bounds[n] for n in logs})
 

@@ -112,6 +112,21 @@ def joint_prior(
     return prior if coefficients is None else _contract(prior, forward, right, coefficients)
 
 
+def values_prior(forward: Forward, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The prior mean ``... x n`` and covariance ``... x n x n`` at ``... x n x d`` inputs.
+
+    Args:
+        forward: The prior.
+        x: The inputs.
+    """
+    modules = _mean_and_kernel(forward)
+    known = None if modules is None or torch.is_grad_enabled() else stationary(modules[1])
+    if modules is None or known is None:
+        prior = forward(x)
+        return prior.mean, to_dense(prior.lazy_covariance_matrix)
+    return modules[0](x), known.matrix(x, x)
+
+
 def prior_of(model: Any) -> Forward:
     """The prior of a model at inputs as its strategy sees them.
 
@@ -210,9 +225,13 @@ def _from_modules(
         return diagonal.reshape(*right_batch, n) if shared else diagonal
 
     def full() -> LinearOperator:
-        if known is not None and n <= SMALL and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return _lazy(kernel, right)
+        if known is None:  # it may be evaluated when the model has moved on
+            return _lazy(frozen(kernel), right)
+        if n <= SMALL:
             return to_linear_operator(known.matrix(right, right))
-        return _lazy(kernel, right)
+        return known.covariance(right)
 
     return Prior(cross, mean, variance, full, prior_left)
 

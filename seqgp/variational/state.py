@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from linear_operator.operators import (
     DiagLinearOperator,
     TriangularLinearOperator,
 )
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
+from torch.distributions import register_kl
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -43,13 +46,14 @@ from seqgp.dual import (
     transport_matrix,
     zero_duals,
 )
-from seqgp.dual.linalg import relative_jitter
+from seqgp.dual.linalg import broadcast_shapes, relative_jitter
 from seqgp.dual.natural_parameters import natural_factors
 from seqgp.dual.projection import coincident
 from seqgp.dual.summary import moved
 from seqgp.likelihoods.traits import summary_noise
 from seqgp.validation import check_inducing_points
-from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of
+from seqgp.variational.own_steps import OwnSteps
+from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of, values_prior
 
 #: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
 #: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
@@ -68,6 +72,8 @@ TENSORS: Mapping[str, int] = {
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
 _COLLECTIONS = frozenset({dict, OrderedDict, set, list, tuple})
+#: Attributes of every module, of which a prior depends on ``training`` alone.
+_HOUSEKEEPING = frozenset(vars(Module()))
 
 #: Whether an objective is evaluated that holds the sites fixed on purpose.
 _SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
@@ -115,6 +121,25 @@ class Leaves:
             self._source, self._versions = tuple(duals), versions
             self.tensors[:] = [tensor.detach().clone().requires_grad_(True) for tensor in duals]
         return Duals(*self.tensors)
+
+
+class WhitenedPrior(MultivariateNormal):
+    """``p(v) = N(0, I)``."""
+
+
+class WhitenedPosterior(MultivariateNormal):
+    """``q(v)``.
+
+    Attributes:
+        divergence: Its divergence from the prior.
+    """
+
+    divergence: Callable[[], Tensor]
+
+
+@register_kl(WhitenedPosterior, WhitenedPrior)
+def _divergence_from_prior(q: WhitenedPosterior, p: WhitenedPrior) -> Tensor:
+    return q.divergence()
 
 
 class State(NamedTuple):
@@ -232,7 +257,13 @@ class DualState(_VariationalStrategy):
             if name in tensors:  # the inducing points have been registered already
                 self.register_buffer(name, tensors[name])
         self._cache: _Cached | None = None
+        self._is_steady = False
+        self._own_steps: OwnSteps | None = None  # nor does this
+        #: Whether the posterior is that of a training loop, and not that of `converge`.
+        self.learnt_in_loop = False
         self._summary_known: tuple[Tensor, int, bool] | None = None
+        # Discrete columns of the inducing points, as they were placed: see `keep_placed`.
+        self._placed: Tensor | None = None
 
     # ---------------------------------------------------------------- what it knows
 
@@ -245,6 +276,22 @@ class DualState(_VariationalStrategy):
         fixed = Z.detach()
         columns = [(fixed if i in self.discrete_dims else Z)[..., i] for i in range(Z.shape[-1])]
         return torch.stack(columns, -1)
+
+    @torch.no_grad()
+    def keep_placed(self) -> None:
+        """Put discrete columns of the inducing points back if an optimiser has moved them.
+
+        They have no gradient, but weight decay moves them nevertheless. Training loops call it
+        with each forward pass.
+        """
+        Z = self.inducing_points
+        if not self.discrete_dims or not Z.requires_grad:
+            return
+        columns = list(self.discrete_dims)
+        if self._placed is None:
+            self._placed = Z[..., columns].clone()
+        elif not torch.equal(Z[..., columns], self._placed):
+            Z[..., columns] = self._placed
 
     @property
     def jitter_val(self) -> float:
@@ -295,34 +342,52 @@ class DualState(_VariationalStrategy):
     def prior_distribution(self) -> MultivariateNormal:
         """``p(v) = N(0, I)``, for the whitened inducing values ``u = mu(Z) + L v``."""
         zeros = torch.zeros_like(self.dual_lam)
-        return MultivariateNormal(zeros, DiagLinearOperator(torch.ones_like(zeros)))
+        return WhitenedPrior(zeros, DiagLinearOperator(torch.ones_like(zeros)))
 
     @property
     def variational_distribution(self) -> MultivariateNormal:
         """``q(v)`` for the whitened inducing values."""
-        R, mean = self._factors_to_learn(same_pass=False)
+        R, mean = factors = self._factors_to_learn(same_pass=False)
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+        if self._takes_a_step(mean):
+            # Wrappers ask for its divergence from the prior; of anything else nobody learns q.
+            R, mean = R.view_as(R), mean.view_as(mean)
+            for tensor in (R, mean):
+                tensor.register_hook(_refuse)
         root = solve_lower(R, eye.expand_as(R)).mT
         covariance = CholLinearOperator(TriangularLinearOperator(root, upper=True))
-        return MultivariateNormal(mean, covariance)
+        q = WhitenedPosterior(mean, covariance)
+        q.divergence = partial(self._divergence, factors)
+        return q
 
     def kl_divergence(self) -> Tensor:
         """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
-        kl = kl_divergence(self._factors_to_learn(same_pass=True))
+        kl = self._divergence(self._factors_to_learn(same_pass=True))
         return kl.sum(-1) if self.latent_dims else kl
 
+    def _divergence(self, factors: Factors) -> Tensor:
+        """The divergence from the prior, one of each latent, whose weight in a loss is noted."""
+        kl = kl_divergence(factors)
+        if self._takes_a_step(kl):
+            assert self._own_steps is not None
+            kl = self._own_steps.weighed(kl)
+            if not self._knows_only_data():
+                kl.register_hook(_refuse)
+        return kl
+
+    def _takes_a_step(self, tensor: Tensor) -> bool:
+        """Whether the backward pass through a tensor is one of `OwnSteps`."""
+        learns = tensor.requires_grad and self.training and self.leaves() is None
+        return learns and not _SITES_ARE_FIXED.get()
+
+    def _knows_only_data(self) -> bool:
+        """Whether all that the strategy knows can be in the objective of a training loop."""
+        return not self.has_summary
+
     def _factors_to_learn(self, same_pass: bool) -> Factors:
-        """The whitened posterior for objectives; one that moves nobody has no backward pass."""
+        """The whitened posterior, for objectives."""
         leaves = self.leaves()
-        if leaves is not None:
-            return natural_factors(leaves)
-        factors = self.state(same_pass).factors
-        if self.training and not _SITES_ARE_FIXED.get() and factors.mean.requires_grad:
-            # Not the tensors themselves, on which the marginals rest as well.
-            factors = Factors(*(tensor.view_as(tensor) for tensor in factors))
-            factors.mean.register_hook(_refuse)
-            factors.R.register_hook(_refuse)
-        return factors
+        return self.state(same_pass).factors if leaves is None else natural_factors(leaves)
 
     @property
     def summary(self) -> Summary:
@@ -375,6 +440,8 @@ class DualState(_VariationalStrategy):
                 setattr(self, name, value)
         if "reference_chol" in tensors:
             self._floating = None
+        if "inducing_points" in tensors:
+            self._placed = None
         self.clear_cache()
 
     @property
@@ -414,7 +481,7 @@ class DualState(_VariationalStrategy):
             duals: The duals; not used by anyone else.
         """
         self.dual_lam, self.dual_B = duals
-        self._floating = self.jitter_val
+        self._floating, self.learnt_in_loop = self.jitter_val, True
         self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
 
@@ -427,10 +494,10 @@ class DualState(_VariationalStrategy):
         if self._floating is None:
             return
         with _eval_mode(self.model):
-            prior = self.prior_at(self.inducing_points)
-        chol = scaled_cholesky(to_dense(prior.lazy_covariance_matrix), self._floating)
+            mean, K = values_prior(self.prior_at, self.inducing_points)
         self.reference_points = self.inducing_points.detach().clone()
-        self.reference_mean, self.reference_chol = prior.mean.clone(), chol
+        self.reference_mean = mean.clone()
+        self.reference_chol = scaled_cholesky(K, self._floating)
         self._floating = None
 
     @torch.no_grad()
@@ -482,29 +549,71 @@ class DualState(_VariationalStrategy):
         """
         leaves = self.leaves()
         if leaves is not None:
-            prior = self.prior_at(self.placed_points)
-            return self.state_in_loop(leaves, prior.mean, to_dense(prior.lazy_covariance_matrix))
+            return self.state_in_loop(leaves, *values_prior(self.prior_at, self.placed_points))
         if self.training:
             _check_prior_is_a_function(self.model)
         self.settle()
         detached = not self.training and settings.detach_test_caches.on()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-            graph, fingerprint = torch.is_grad_enabled(), self._fingerprint()
-            cached, self._cache = self._cache, None
-            if (
-                (detached or same_pass)
-                and cached is not None
-                and cached.graph == graph
-                and cached.fingerprint.matches(fingerprint)
-            ):
-                if not graph:
-                    self._cache = cached
+            graph, cached = torch.is_grad_enabled(), self._cache
+            usable = (detached or same_pass) and cached is not None and cached.graph == graph
+            if cached is not None and usable and self._is_steady and not graph:
                 return cached.state
-            state = self.build(self.placed_points)
+            fingerprint = self._fingerprint()
+            if cached is not None and usable and cached.fingerprint.matches(fingerprint):
+                if graph:  # which is good for one pass
+                    self._cache = None
+                return cached.state
+            self._cache = None
+            state = self._built()
+            if graph and self.training and not _SITES_ARE_FIXED.get():
+                state = self._watched(state)
             self._cache = _Cached(graph, fingerprint, state)
             if state.chol.requires_grad:  # a backward pass uses the graph up
                 state.chol.register_hook(lambda _: self.clear_cache())
             return state
+
+    def _built(self) -> State:
+        """The state at the present prior.
+
+        With a likelihood that is not log-concave, some sites have negative precision, and a prior
+        that an optimiser has changed meanwhile may have no posterior with them. In a training loop
+        the whitened posterior then stays what it is.
+        """
+        try:
+            return self.build(self.placed_points)
+        except NotPSDError:
+            if not self.learnt_in_loop or self.has_summary:
+                raise
+            self._floating = self.jitter_val
+            self.settle()
+            return self.build(self.placed_points)
+
+    def _watched(self, state: State) -> State:
+        """A state whose posterior may learn from a backward pass; see `OwnSteps`."""
+        made_from, own = self.dual_B, weakref.ref(self)
+        detached = State(
+            state.chol.detach(),
+            state.prior_mean.detach(),
+            state.shared,
+            Basis(None, state.chol.detach(), torch.zeros_like(state.prior_mean), None),
+            Duals(*(tensor.detach() for tensor in state.duals)),
+            Factors(*(tensor.detach() for tensor in state.factors)),
+        )
+
+        def learn(duals: Duals) -> None:
+            nonlocal made_from
+            strategy = own()
+            # A gradient of a posterior that is gone is not used.
+            if strategy is not None and strategy.dual_B is made_from:
+                strategy.store(duals, detached)
+                strategy.learnt_in_loop = True
+                made_from = strategy.dual_B
+
+        if self._own_steps is None:
+            self._own_steps = OwnSteps(learn)
+        self._own_steps.learn = learn
+        return state._replace(factors=self._own_steps.watch(state.duals, state.factors))
 
     def state_in_loop(self, leaves: Duals, mean: Tensor, K: Tensor) -> State:
         """The state of one pass of a training loop: duals are whitened by whatever the prior is.
@@ -528,20 +637,20 @@ class DualState(_VariationalStrategy):
         for module in _prior_modules(self.model):
             if module is not self.model:  # copies of it share its modules
                 owners.append(module)
+                plain.append(module.training)
             for name, value in vars(module).items():
+                if name in _HOUSEKEEPING:
+                    continue
                 kind = type(value)
                 if kind in _PLAIN:
-                    if name != "training" or module is not self.model:
-                        plain.append(value)
+                    plain.append(value)
                 elif kind not in _COLLECTIONS and isinstance(value, Tensor):
                     tensors.append(value)
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for b in module._buffers.values() if b is not None]
-        for name in TENSORS:
-            if name != "inducing_points":
-                tensor = getattr(self, name)
-                owners.append(tensor)
-                plain.append(tensor._version)
+        own = [self._buffers[name] for name in TENSORS if name != "inducing_points"]
+        owners += own
+        plain += [tensor._version for tensor in own]
         plain += [tensor.shape for tensor in tensors]
         device = tensors[0].device
         with torch.no_grad():
@@ -554,11 +663,10 @@ class DualState(_VariationalStrategy):
         points = self.reference_points
         return not moves and Z.shape == points.shape and torch.equal(Z, points)
 
-    def _change_of_basis(self, Z: Tensor, prior: MultivariateNormal) -> tuple[Tensor, Basis]:
+    def _change_of_basis(self, Z: Tensor, mean: Tensor, K: Tensor) -> tuple[Tensor, Basis]:
         """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
-        K = to_dense(prior.lazy_covariance_matrix)
         if self.stays(Z):
-            return self.basis(Z, K, prior.mean)
+            return self.basis(Z, K, mean)
         joint = joint_prior(self.prior_at, Z, self.reference_points, shared=False)
         covariance = to_dense(joint.covariance()) if self.has_summary else None
         return self.basis(Z, K, joint.mean, joint.cross, covariance)
@@ -597,13 +705,13 @@ class DualState(_VariationalStrategy):
             unexplained = covariance - explained_by_Z.mT @ explained_by_Z
         return chol, Basis(transport, reference, shift, unexplained)
 
-    def build(self, Z: Tensor, prior: MultivariateNormal | None = None) -> State:
+    def build(self, Z: Tensor) -> State:
         """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
-        prior = self.prior_at(Z) if prior is None else prior
-        chol, basis = self._change_of_basis(Z, prior)
+        mean, K = values_prior(self.prior_at, Z)
+        chol, basis = self._change_of_basis(Z, mean, K)
         duals = moved(Duals(self.dual_lam, self.dual_B), basis)
-        shared = prior.batch_shape.numel() == 1
-        return State(chol, prior.mean, shared, basis, duals, factorise(duals))
+        shared = broadcast_shapes(mean.shape[:-1], K.shape[:-2]).numel() == 1
+        return State(chol, mean, shared, basis, duals, factorise(duals))
 
     def store(
         self,
@@ -633,20 +741,26 @@ class DualState(_VariationalStrategy):
                 "The update led to duals that are not finite; nothing has been changed. "
                 "Check the scale of inputs, targets and hyperparameters."
             )
-        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
-        self.summary_lam, self.summary_B = map(_own, summary.duals)
-        self.summary_square, self.summary_count = summary.square, summary.number
-        if known is not None:  # without asking the device again
-            self._summary_known = self.summary_count, self.summary_count._version, known
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
-        self.dual_lam, self.dual_B = map(_own, duals)
-        self.reference_points = self.inducing_points.detach().clone()
-        # A copy: a constant mean is an expanded view of the very parameter that optimisers move.
-        self.reference_mean = state.prior_mean.detach().clone()
-        self.reference_chol = _own(state.chol)
+        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
+        # All at once, since modules look closely at each attribute that is set.
+        self._buffers.update(
+            summary_lam=_own(summary.duals.lam),
+            summary_B=_own(summary.duals.B),
+            summary_square=summary.square,
+            summary_count=summary.number,
+            dual_lam=_own(duals.lam),
+            dual_B=_own(duals.B),
+            reference_points=self.inducing_points.detach().clone(),
+            # A copy: a constant mean is a view of the very parameter that optimisers move.
+            reference_mean=state.prior_mean.detach().clone(),
+            reference_chol=_own(state.chol),
+            variational_params_initialized=torch.ones_like(self.variational_params_initialized),
+        )
+        if known is not None:  # without asking the device again
+            self._summary_known = self.summary_count, self.summary_count._version, known
         self._floating = None
-        self.variational_params_initialized = self.variational_params_initialized.clone().fill_(1)
         self.clear_cache()
         if not torch.is_grad_enabled():
             # Nothing but the duals is new: what the next prediction needs is at hand.
@@ -691,6 +805,20 @@ class DualState(_VariationalStrategy):
         yield
         self.keep(cached)
 
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """While nobody else changes hyperparameters or inducing points, nor writes to any tensor.
+
+        Factorisations are then used again without a look at all that they were made from.
+        """
+        before = self._is_steady
+        self.state()
+        self._is_steady = True
+        try:
+            yield
+        finally:
+            self._is_steady = before
+
     def clear_cache(self) -> None:
         """Forget the factorisations; the next prediction makes them anew."""
         self._cache = None
@@ -698,7 +826,8 @@ class DualState(_VariationalStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # For copies and pickles, neither of which can hold the graph of a forward pass.
         # Nor can a copy have a fingerprint of the modules that it was made from.
-        return {**self.__dict__, "_cache": None, "_summary_known": None, "_leaves": None}
+        gone = dict.fromkeys(("_cache", "_summary_known", "_leaves", "_own_steps"))
+        return {**self.__dict__, **gone, "_is_steady": False}
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()
@@ -707,6 +836,7 @@ class DualState(_VariationalStrategy):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        self._placed = None
         if prefix + "reference_chol" in state_dict:
             self._floating = None
         # The number of inducing points and the batch shape of the duals may have changed.
@@ -725,6 +855,7 @@ class DualState(_VariationalStrategy):
         jitter = None
         if dtype.is_floating_point and dtype != Z.dtype:
             jitter = self._prepare_for(dtype)
+        self._placed = None
         self.clear_cache()
         result = super()._apply(fn, *args, **kwargs)
         # Whitened duals survive a change of precision, the factor that they were made with does
@@ -746,7 +877,7 @@ class DualState(_VariationalStrategy):
         try:
             with _eval_mode(self.model):
                 state = self.state()
-                K = to_dense(self.prior_at(self.inducing_points).lazy_covariance_matrix)
+                _, K = values_prior(self.prior_at, self.inducing_points)
         except RuntimeError:  # of modules that have been converted before
             return None
         if K.dtype != self.dual_B.dtype:
@@ -773,14 +904,15 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Stop the backward pass of an objective that has something to say about q to nobody."""
+    """Raise in a backward pass whose gradient for q no optimiser would use."""
     raise RuntimeError(
-        "The posterior of a DualVariationalStrategy is not a parameter: optimisers of parameters "
-        "alone would learn nothing about it. In a training loop with VariationalELBO, or another "
-        "objective of GPyTorch, make an optimiser beside that of the hyperparameters, `ngd = "
-        "seqgp.DualNGD(model, num_data, lr=0.1)`, and call `ngd.zero_grad()` before and "
-        "`ngd.step()` after `loss.backward()`. Or use seqgp.DualELBO, in turns with "
-        "`model.variational_strategy.converge(x, y, likelihood)`."
+        "This objective cannot teach a DualVariationalStrategy its posterior, which is not a "
+        "parameter: it does not ask for kl_divergence(), or the strategy knows of observations "
+        "that are not in it (a summary of a stream, what it was conditioned on, the data of other "
+        "processes). In a training loop, make an optimiser beside that of the hyperparameters, "
+        "`ngd = seqgp.DualNGD(model, num_data, lr=0.1)`, and call `ngd.zero_grad()` before and "
+        "`ngd.step()` after `loss.backward()`. Learn streams with `update`; or use "
+        "seqgp.DualELBO, in turns with `model.variational_strategy.converge(x, y, likelihood)`."
     )
 
 
@@ -789,12 +921,21 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _prior_modules(module: Module) -> Iterator[Module]:
+def _prior_modules(module: Module) -> list[Module]:
     """The modules that a model's prior may depend on: all but strategies and likelihoods."""
-    yield module
-    for child in module._modules.values():
-        if child is not None and not isinstance(child, _VariationalStrategy | Likelihood):
-            yield from _prior_modules(child)
+    found = [module]
+    for each in found:  # which grows
+        for child in each._modules.values():
+            kind: Any = type(child)  # hashable, as all classes are
+            if child is not None and _is_of_prior(kind):
+                found.append(child)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _is_of_prior(kind: type[Module]) -> bool:
+    """Remembered, as the question is asked of abstract classes, which take long to answer."""
+    return not issubclass(kind, _VariationalStrategy | Likelihood)
 
 
 @contextmanager

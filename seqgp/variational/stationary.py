@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
-from linear_operator import to_dense
+from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 
 
@@ -55,15 +55,59 @@ class Stationary(NamedTuple):
         """``... x p x n`` covariances of values at ``... x p x d`` and ``... x n x d`` inputs."""
         # Small numbers have small rounding errors. A shard may have no inputs on the right.
         centre = (right if right.shape[-2] else left).detach().mean(-2, keepdim=True)
-        inverse = self.profile.unit / self.lengthscale
-        scaled = ((x - centre) * inverse for x in (left, right))
+        unit = self.lengthscale / self.profile.unit
+        scaled = ((x - centre) / unit for x in (left, right))
         scale = left.new_ones(()) if self.scale is None else self.scale
-        return _Covariances.apply(*scaled, scale, self.profile)
+        if torch.is_grad_enabled():
+            return _Covariances.apply(*scaled, scale, self.profile)
+        return self.profile.evaluate(_squared_distances(*scaled), scale)[0]
 
     def variance(self, inputs: Tensor) -> Tensor:
         """The ``... x n`` prior variances at ``... x n x d`` inputs."""
         one = inputs.new_ones(()) if self.scale is None else self.scale
         return one.expand(inputs.shape[:-1])
+
+    def covariance(self, inputs: Tensor) -> StationaryCovariance:
+        """The covariance matrix at ``... x n x d`` inputs, of the present hyperparameters."""
+        lengthscale, scale, profile = self
+        one = inputs.new_ones(()) if scale is None else scale
+        return StationaryCovariance(inputs, lengthscale.detach(), one.detach(), profile)
+
+
+class StationaryCovariance(LinearOperator):
+    """Covariances of values at ``... x n x d`` inputs, evaluated when they are asked for.
+
+    Args:
+        inputs: The inputs.
+        lengthscale: As for `Stationary`.
+        scale: The prior variance.
+        profile: As for `Stationary`.
+    """
+
+    def __init__(
+        self, inputs: Tensor, lengthscale: Tensor, scale: Tensor, profile: Profile
+    ) -> None:
+        super().__init__(inputs, lengthscale, scale, profile=profile)
+        self.inputs, self.kernel = inputs, Stationary(lengthscale, scale, profile)
+
+    def _size(self) -> torch.Size:
+        return torch.Size([*self.inputs.shape[:-1], self.inputs.shape[-2]])
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _diagonal(self) -> Tensor:
+        return self.kernel.variance(self.inputs)
+
+    def to_dense(self) -> Tensor:
+        """The ``... x n x n`` matrix."""
+        return self.kernel.matrix(self.inputs, self.inputs)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.to_dense() @ rhs
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return self.kernel.covariance(self.inputs.expand(*batch_shape, *self.inputs.shape[-2:]))
 
 
 def stationary(kernel: Kernel) -> Stationary | None:
@@ -89,16 +133,20 @@ def stationary(kernel: Kernel) -> Stationary | None:
     return Stationary(lengthscale, scale, profile)
 
 
-def covariances(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
-    """The matrix of a kernel, in closed form if it is one of those; differentiable once then.
+def covariance_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
+    """The matrix of a kernel as a function of inputs, for one matrix after the other.
 
     Args:
-        kernel: Any kernel.
-        left: ``... x p x d``.
-        right: ``... x n x d``.
+        kernel: Any kernel. One that has a closed form is looked at once; its matrix is
+            differentiable once.
+
+    Returns:
+        Maps ``... x p x d`` and ``... x n x d`` inputs to ``... x p x n`` covariances.
     """
     known = stationary(kernel)
-    return to_dense(kernel(left, right)) if known is None else known.matrix(left, right)
+    if known is not None:
+        return known.matrix
+    return lambda left, right: to_dense(kernel(left, right))
 
 
 def _rbf(square: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,18 +174,21 @@ _MATERN_3_2 = Profile(3**0.5, -1 / 2, _matern_3_2)
 _MATERN_5_2 = Profile(5**0.5, -1 / 6, _matern_5_2)
 
 
+def _squared_distances(left: Tensor, right: Tensor) -> Tensor:
+    """``... x p x n``; one product for ``|x|^2 - 2 x x' + |x'|^2``."""
+    ones = [x.new_ones(*x.shape[:-1], 1) for x in (left, right)]
+    norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
+    left = torch.cat([left, norms[0], ones[0]], -1)
+    right = torch.cat([-2 * right, ones[1], norms[1]], -1)
+    return (left @ right.mT).clamp_min_(0)
+
+
 class _Covariances(torch.autograd.Function):
     """The matrix of ``scale * k(|x - x'|^2)``; differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, scale: Tensor, profile: Profile) -> Tensor:
-        # One product for |x|^2 - 2 x x' + |x'|^2.
-        ones = [x.new_ones(*x.shape[:-1], 1) for x in (left, right)]
-        norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
-        square = torch.cat([left, norms[0], ones[0]], -1) @ (
-            torch.cat([-2 * right, ones[1], norms[1]], -1).mT
-        )
-        value, slope = profile.evaluate(square.clamp_min_(0), scale)
+        value, slope = profile.evaluate(_squared_distances(left, right), scale)
         ctx.save_for_backward(left, right, scale, value, slope)
         ctx.factor = 2 * profile.factor
         return value

@@ -1,10 +1,11 @@
-"""`DualVariationalStrategy`: the GPyTorch face of `seqgp.dual`."""
+"""`DualVariationalStrategy`: the GPyTorch interface of `seqgp.dual`."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -102,30 +103,58 @@ class _Correction(NamedTuple):
     explained: Tensor  # ... x m x q, (I - W^-1) A at the observed inputs
 
 
+class _Moments(NamedTuple):
+    """The posterior of what is observed."""
+
+    prior_mean: Tensor  # ... [x c] x q
+    centred: Tensor  # ... [x c] x q, posterior mean minus prior mean
+    covariance: Tensor  # ... x q x q
+    explained: Tensor  # ... x m x q, (I - W^-1) A
+
+
+class _Prediction(NamedTuple):
+    """What has been computed for one prediction."""
+
+    x: Tensor  # as it was given
+    state: State
+    prior_mean: Tensor  # ... x n
+    prior_covariance: LinearOperator  # ... x n x n
+    A: Tensor  # ... x m x n
+    explained: Tensor  # ... x m x n, (I - W^-1) A
+
+    def moments(self) -> _Moments:
+        """The same as conditioning wants it."""
+        covariance = to_dense(self.prior_covariance) - self.A.mT @ self.explained
+        centred = posterior_mean(self.A, self.state.factors)
+        return _Moments(self.prior_mean, centred, covariance, self.explained)
+
+
 class DualVariationalStrategy(DualState):
-    r"""A variational strategy whose parameters are duals instead of a mean and a covariance.
+    r"""A variational strategy that stores the posterior as sums over observations (duals).
 
     The posterior over the inducing values is the prior times a Gaussian pseudo-likelihood,
-    :math:`q(u) \propto p_\theta(u)\, t(u)`. What is stored is :math:`t`, as whitened tied duals
-    (see `seqgp.dual`) together with the inducing points and the Cholesky factor that they were
-    made with. Hence the posterior follows the prior when hyperparameters or inducing points
-    change, and adding data is adding duals.
+    :math:`q(u) \propto p_\theta(u)\, t(u)`. The strategy stores :math:`t` as *duals*, which are
+    sums over observations (see `seqgp.dual`), instead of a variational mean and covariance. So new
+    data are learnt by adding their duals, and the posterior follows the prior when hyperparameters
+    or inducing points change.
 
-    Duals are buffers, not parameters: they are moved by natural-gradient steps
-    (`natural_gradient_step`, `converge`), never by an optimiser. Before the first step the
+    Duals are buffers, not parameters. They are changed by natural-gradient steps
+    (`natural_gradient_step`, `converge`), not by optimisers of parameters. In a training loop with
+    `VariationalELBO` or another objective with ``kl_divergence()``, each backward pass takes such a
+    step, of size 0.1. `DualNGD` is an optimiser that takes them. Before the first step, the
     posterior is the prior.
 
     Args:
-        model: The model that the strategy belongs to; its ``forward`` gives the prior.
+        model: The model, whose ``forward`` returns the prior.
         inducing_points: ``... x m x d`` inducing points.
-        num_latents: Number ``c`` of independent latent functions, for likelihoods of several
+        num_latents: The number ``c`` of independent latent functions, for likelihoods with several
             (`gpytorch.likelihoods.SoftmaxLikelihood`). The model then returns a
-            `MultitaskMultivariateNormal` with event shape ``n x c``. Kernel, mean and inducing
-            points are shared by the latents unless the last of their batch dimensions is ``c``;
-            if shared, they are evaluated and factorised once.
+            `MultitaskMultivariateNormal` with event shape ``n x c``. The latent functions share
+            kernel, mean and inducing points, unless the last batch dimension of these is ``c``.
+            Shared kernel matrices are evaluated and factorised once.
         learn_inducing_locations: Whether the inducing points are a parameter.
-        batch_shape: Batch shape of the duals, by default that of the inducing points. It grows by
-            broadcasting when batched data are learnt.
+        batch_shape: Batch shape of the duals. By default that of the inducing points. It is
+            broadcast with that of the data.
         jitter_val: Jitter on the diagonal of ``Kzz``, *relative* to that diagonal. By default
             1e-8 in float64 and 1e-5 in float32.
 
@@ -170,6 +199,8 @@ class DualVariationalStrategy(DualState):
         self._past: tuple[Tensor, float, Past] | None = None
         self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
+        # Within `sharing_predictions`, the latest one.
+        self._predictions: list[_Prediction] | None = None
         self.is_fantasy = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +209,7 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = state["_coincident"] = None
+        state["_whitened"] = state["_coincident"] = state["_predictions"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations either
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
@@ -190,6 +221,11 @@ class DualVariationalStrategy(DualState):
         return super()._apply(fn, *args, **kwargs)
 
     # ---------------------------------------------------------------- what it knows
+
+    @property
+    def base_variational_strategy(self) -> DualVariationalStrategy:
+        """The strategy itself. GPyTorch's for several outputs are wrappers of one of this name."""
+        return self
 
     @property
     def is_conditioned(self) -> bool:
@@ -215,6 +251,9 @@ class DualVariationalStrategy(DualState):
         shape = broadcast_shapes(*shapes)
         return shape[:-1] if self.latent_dims else shape
 
+    def _knows_only_data(self) -> bool:
+        return super()._knows_only_data() and self.ranks.alone and not self.is_fantasy
+
     def set_ranks(self, ranks: Ranks) -> None:
         """Share the observations with other processes, or with none.
 
@@ -222,7 +261,7 @@ class DualVariationalStrategy(DualState):
             ranks: The processes.
         """
         self.__dict__.pop("ranks", None)
-        if not ranks.alone:  # which is no part of a checkpoint
+        if not ranks.alone:  # which is not part of a checkpoint
             self.ranks = ranks
 
     # ---------------------------------------------------------------- learning
@@ -299,34 +338,35 @@ class DualVariationalStrategy(DualState):
         start: Sites | None = None,
         **arguments: Any,
     ) -> Convergence:
-        """Natural-gradient steps until the sites of all the given data have converged.
+        """Take natural-gradient steps until the posterior has converged.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
-            likelihood: The likelihood; by default the model's attribute of that name.
-            add: Whether the data come on top of the present posterior (the next batch of a stream,
-                if nothing of the past is kept), or of the summary alone (the default; with an
-                empty summary, they are all that is known).
-            rho: The largest step size; steps that would lower the bound are shortened.
+            likelihood: The likelihood. By default the model's attribute of that name.
+            add: Whether to add the data to the present posterior, as the next batch of a stream. By
+                default, these data replace all others except for the summary.
+            rho: The maximum step size. Steps that would lower the bound are shortened.
             tol: Relative change of the duals at which to stop.
-            max_steps: Passes over the data at which to stop, with a warning.
+            max_steps: The maximum number of passes over the data. If it is reached, there is a
+                warning.
             weights: ``n``, how often each observation counts; by default once.
             coefficients: ``... x n x J``, for observations of ``sum_j c_ij f(x_ij)`` at inputs
                 ``... x n x J x d``.
-            summary_share: How much of the summary counts, from 0 to 1.
-            start: Sites of the data to start from, as `bound` returns them; by default the
-                iteration starts from the present posterior.
+            summary_share: How much of the summary to use, from 0 to 1.
+            start: Sites of the data to start from, as returned by `bound`. By default the present
+                posterior.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
-            How the iteration ended.
+            A report of the iteration.
         """
         check_step_size(rho)
         data, likelihood = self.checked(
             inputs, targets, likelihood, arguments, weights, coefficients
         )
         state = self.state()
+        self.learnt_in_loop = False
         base = state.duals if add else self.base(state.basis, likelihood, summary_share)
         options: dict[str, Any] = {
             "latent_dims": self.latent_dims,
@@ -376,15 +416,15 @@ class DualVariationalStrategy(DualState):
     ) -> tuple[Tensor, Sites]:
         r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
 
-        The sites are converged at the present hyperparameters and then held fixed, which at the
-        maximum over q leaves the gradient as it is (`seqgp.variational.bound`). Does not change the
-        strategy's own duals.
+        The sites are converged at the present hyperparameters and then held fixed, which does not
+        change the gradient at the maximum over q (`seqgp.variational.bound`). The duals of the
+        strategy are not changed.
 
-        The summary knows folded observations through the inducing values that it was made with;
-        what these do not explain of them is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} -
-        k_{iS} K_{SS}^{-1} k_{Si})` that depends on hyperparameters. Without it, short lengthscales
-        would look better than they are. It is estimated by observations at hand that stand for
-        those that are not.
+        The summary only depends on folded observations through the inducing values. The variance
+        that these do not explain is a term :math:`-\tfrac12 \sum_i \beta_i (k_{ii} - k_{iS}
+        K_{SS}^{-1} k_{Si})`, which depends on hyperparameters. Without it, short lengthscales would
+        look better than they are. It is estimated from observations at hand that represent the
+        folded ones.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
@@ -491,7 +531,7 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            unseen: ``c``, which classes of a softmax nobody has seen yet. The sites of their
+            unseen: ``c``, which classes of a softmax have not been observed. The sites of their
                 latents are those of a bound, `seqgp.likelihoods.softmax.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 
@@ -547,10 +587,10 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def discount(self, factor: float) -> None:
-        """Let all that is known count less: the posterior, and the summary that is part of it.
+        """Multiply the weight of everything learnt so far, in posterior and summary, by a factor.
 
         Args:
-            factor: How much it counts, from 0 to 1.
+            factor: The factor, from 0 to 1.
         """
         duals, square, number = discounted(self.summary, factor)
         self.set_tensors(
@@ -573,7 +613,7 @@ class DualVariationalStrategy(DualState):
         unseen: Tensor | None = None,
         **arguments: Any,
     ) -> None:
-        """Take observations out of the summary, with their sites under the present posterior.
+        """Remove observations from the summary, with their sites under the present posterior.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
@@ -632,10 +672,11 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def set_inducing_points(self, inducing_points: Tensor) -> None:
-        """Move to other inducing points, of any number, and take the duals along.
+        """Change the inducing points, and project the duals onto the new ones.
 
         Args:
-            inducing_points: ``... x m' x d``. If they include the present ones, nothing is lost.
+            inducing_points: ``... x m' x d``. If they include the present ones, the posterior does
+                not change.
 
         Example:
             >>> import torch, gpytorch
@@ -659,10 +700,10 @@ class DualVariationalStrategy(DualState):
         self.store(state.duals, state, Z)
 
     def start_from(self, inducing_points: Tensor) -> None:
-        """Put inducing points elsewhere, while the duals stay in the basis that they were made in.
+        """Change the inducing points for predictions, but keep the duals in their present basis.
 
-        Predictions are those after `set_inducing_points`, but as long as the new points have not
-        been made the duals' own basis (by `rebase`, or by learning), they can be moved on or back
+        Predictions are the same as after `set_inducing_points`. But until the duals are moved to
+        the new basis (by `rebase`, or by learning), inducing points can be moved again, or back,
         without loss.
 
         Args:
@@ -683,20 +724,19 @@ class DualVariationalStrategy(DualState):
         coefficients: Tensor | None = None,
         **arguments: Any,
     ) -> ApproximateGP:
-        r"""The model conditioned on more observations, for any likelihood.
+        r"""Return the model conditioned on more observations, for any likelihood.
 
-        The posterior *process* is conditioned (see `seqgp.dual.conditioning`): the result equals
-        an update with the new inputs added to the inducing points, and nothing of size ``m x m``
-        is formed. The model that is returned is of the same type, shares all hyperparameters with
-        this one, and can be conditioned again.
+        The result is the same as if the new inputs were added to the inducing points, but no matrix
+        of size ``m x m`` is formed (see `seqgp.dual.conditioning`). The returned model is of the
+        same type, shares all hyperparameters with this one, and can be conditioned again.
 
         Args:
             inputs: ``b x q x d`` or ``f x b x q x d`` inputs; or checked `Observations`.
             targets: ``b x q`` or ``f x b x q`` targets. Batch shapes broadcast: ``f`` sets of
                 targets for the same inputs share their covariances.
             likelihood: The likelihood; by default the model's attribute of that name.
-            fixed_inducing: Update the duals at the present inducing points instead, as the paper
-                does. The variance that those cannot explain then stays.
+            fixed_inducing: Whether to update the duals at the present inducing points instead, as
+                in the paper. The variance that these do not explain then remains.
             tol: Relative tolerance for the sites.
             max_steps: The largest number of iterations for the sites.
             coefficients: As for `converge`, ``... x q x J``.
@@ -729,7 +769,7 @@ class DualVariationalStrategy(DualState):
                     f"{kinds[1]}; pass the same object each time."
                 )
             data = self._observed.data.append(data)
-        strategy.observe(data, likelihood, tol, max_steps)
+        strategy.observe(*self._moments_of(data), data, likelihood, tol, max_steps)
         return fantasy
 
     # ---------------------------------------------------------------- predictions
@@ -755,9 +795,10 @@ class DualVariationalStrategy(DualState):
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
         """The predictive distribution; see `__call__`."""
+        given = x
         x, forward = self._with_latents(x), self.prior_at
-        if not self.training:
-            # The covariance, and gradients, may be evaluated when the model has moved on.
+        if not self.training and torch.is_grad_enabled():
+            # Gradients may be evaluated when the model has moved on.
             forward = frozen_prior(forward)
         state, prior = self._pass(x, forward)
         A = solve_lower(state.chol, prior.cross)
@@ -779,10 +820,14 @@ class DualVariationalStrategy(DualState):
             # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite. It
             # is relative to the variance at the inducing points, which is at hand.
             scale = state.chol.square().sum(-1).mean(-1, keepdim=True)
+            E, prior_covariance = explained(A, state.factors), prior.covariance()
+            if self._predictions is not None:
+                known = _Prediction(given, state, prior.mean, prior_covariance, A, E)
+                self._predictions[:] = [known]
             covariance = PosteriorCovariance(
-                prior.covariance(),
+                prior_covariance,
                 A,
-                explained(A, state.factors),
+                E,
                 (self.jitter_val * scale).expand(*scale.shape[:-1], x.shape[-2]),
                 reduction,
                 sign,
@@ -878,6 +923,10 @@ class DualVariationalStrategy(DualState):
             self.inducing_points.dtype,
             _OPTIONS,
         )
+        # A tensor of the user's may hold other numbers when it is passed again: what is known of
+        # inputs is found by who they are, see `whitened`.
+        if not conditioned:
+            data = replace(data, inputs=data.inputs.view_as(data.inputs))
         return data, likelihood
 
     def prior(self, data: Observations, shared: bool) -> Prior:
@@ -999,13 +1048,33 @@ class DualVariationalStrategy(DualState):
             self.__dict__[name] = other.__dict__[name]
         self.keep(cached)
 
-    def _moments(self, state: State, data: Observations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prior mean, centred mean, dense covariance and ``(I - W^-1) A`` of what is observed."""
+    @contextmanager
+    def sharing_predictions(self) -> Iterator[None]:
+        """Within it, to condition at the very inputs of the latest prediction is cheaper.
+
+        Nothing that predictions depend on is to change meanwhile, see `steady`.
+        """
+        self._predictions = []
+        try:
+            with self.steady():
+                yield
+        finally:
+            self._predictions = None
+
+    def _moments_of(self, data: Observations) -> tuple[State, _Moments]:
+        """The present state, and what it says of observations."""
+        for known in self._predictions or ():
+            if known.x is data.inputs and data.coefficients is None:
+                return known.state, known.moments()
+        state = self.state()
+        return state, self._moments(state, data)
+
+    def _moments(self, state: State, data: Observations) -> _Moments:
+        """What a state says of observations."""
         prior = self.prior(data, state.shared)
         A = solve_lower(state.chol, prior.cross)
-        explained_A = explained(A, state.factors)
-        covariance = to_dense(prior.covariance()) - A.mT @ explained_A
-        return prior.mean, posterior_mean(A, state.factors), covariance, explained_A
+        E, covariance = explained(A, state.factors), prior.covariance()
+        return _Prediction(data.inputs, state, prior.mean, covariance, A, E).moments()
 
     def _observed_cross(self, x: Tensor, shared: bool, forward: Forward) -> Tensor:
         """``... x q x n`` prior covariance of what was observed with values at ``... x n x d``."""
@@ -1018,17 +1087,26 @@ class DualVariationalStrategy(DualState):
         c = c if self.num_latents is None else c.unsqueeze(-3)
         return contract(cross.mT, c).mT
 
-    def observe(self, data: Observations, likelihood: Likelihood, tol: float, steps: int) -> None:
+    def observe(
+        self,
+        state: State,
+        moments: _Moments,
+        data: Observations,
+        likelihood: Likelihood,
+        tol: float,
+        steps: int,
+    ) -> None:
         """Condition this strategy, that of a copied model, on observations outside of Z.
 
         Args:
+            state: The present state.
+            moments: What it says of the observations.
             data: All observations outside of Z.
             likelihood: Their likelihood.
             tol: Relative tolerance for the sites.
             steps: The largest number of iterations.
         """
-        state = self.state()
-        prior_mean, centred, covariance, explained_A = self._moments(state, data)
+        prior_mean, centred, covariance, explained_A = moments
         conditioned, _ = condition(
             centred + prior_mean,
             covariance,

@@ -11,8 +11,14 @@ from seqgp.acquisition.uncertainty import Uncertainty, link_of, nugget_of
 from tests.helpers import make_inputs
 from tests.models.helpers import data
 
-THRESHOLD = {"gaussian": 0.4, "fixed_noise": 0.4, "poisson": 1.3}
-NAMES = ["gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson"]
+THRESHOLD = {
+    **dict.fromkeys(("gaussian", "fixed_noise", "heteroscedastic", "censored", "student_t"), 0.4),
+    **dict.fromkeys(("gamma", "poisson"), 1.3),
+}
+NAMES = [
+    *("gaussian", "bernoulli", "binomial", "overdispersed_binomial", "poisson"),
+    "heteroscedastic",
+]
 TOTAL = 3
 
 

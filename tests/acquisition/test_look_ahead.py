@@ -9,7 +9,8 @@ from scipy import stats
 
 from seqgp import BinomialLikelihood
 from seqgp.acquisition import look_ahead as steps
-from seqgp.acquisition.look_ahead import look_ahead, marginals, outcomes
+from seqgp.acquisition.look_ahead import Marginals, look_ahead, marginals, outcomes
+from seqgp.likelihoods.expectations import expectations
 from tests.acquisition.helpers import arguments_of, model_of, points
 from tests.helpers import assert_close
 
@@ -24,6 +25,7 @@ def test_look_ahead_is_conditioning(
 ) -> None:
     """Means and variances at all locations, for each outcome of each candidate."""
     monkeypatch.setattr(steps, "TOLERANCE", 1e-10)
+    monkeypatch.setattr(steps, "EXACT_TOLERANCE", 1e-10)
     monkeypatch.setattr(steps, "PRECISION", torch.float64)
     model, X, locations = model_of(name, inducing_points=inducing_points), *map(points, (4, 9))
     with torch.set_grad_enabled(grad):
@@ -69,3 +71,25 @@ def test_look_ahead_with_a_nugget_is_exact_to_a_few_percent() -> None:
             left = float(total[i] - total[i] ** 2 * fall[k, i])
             assert abs(ours - mean) < 0.05 * float(total[i]) ** 0.5
             assert abs(left - variance) < 0.05 * float(total[i])
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_many_trials_where_nothing_is_known(grad: bool) -> None:
+    """The plain iteration does not converge there."""
+    mean, variance = torch.tensor([-5.0, 0.0, 5.0]), torch.full((3,), 100.0)
+    mean.requires_grad_(grad)
+    at = Marginals(mean, variance, torch.zeros(3), mean[:0], mean[:0], lambda _: mean)
+    likelihood = BinomialLikelihood(500)
+    with torch.set_grad_enabled(grad):
+        gain, fall, _ = look_ahead(likelihood, at, 3, 0, {})
+    Y, _ = outcomes(likelihood, mean[None], variance[None], 3, 0, {})
+    shifted, left = mean + variance * gain, variance * (1 - variance * fall)
+    with torch.no_grad():
+        _, alpha, beta = expectations(likelihood, Y, shifted, left)
+    # What solves m' = m + C alpha and 1 / v' = 1 / C + beta, with expectations at (m', v').
+    assert_close(shifted, mean + variance * alpha, 1e-3)
+    assert_close(left, 1 / (1 / variance + beta), 1e-3)
+    if grad:  # about v' / C
+        (slope,) = torch.autograd.grad(shifted[0].sum(), mean)
+        assert (slope > 0).all()
+        assert (slope < 0.05).all()

@@ -110,7 +110,7 @@ def test_places_that_cannot_be_chosen_stay_out_whatever_they_cost() -> None:
     assert int(select_from_pool(model, pool, **options).chosen) >= 5
     mask = torch.zeros(20, dtype=torch.long)
     mask[:5] = 1
-    with pytest.raises(ValueError, match="surveyed: 20 zeros and ones, a mask"):
+    with pytest.raises(ValueError, match=r"surveyed: .* 20 zeros and ones; for a mask"):
         select_from_pool(model, pool, **{**options, "surveyed": mask})
     with pytest.raises(ValueError, match="q: expected 1 to 15"):
         select_from_pool(model, pool, q=1.5, **options)  # type: ignore[arg-type]
@@ -126,5 +126,5 @@ def test_pending_points_come_first() -> None:
     second = select_from_pool(model, pool, pending=batch.chosen[:1], **options)
     assert int(second.chosen) == int(batch.chosen[1])
     assert second.scores[0, batch.chosen[0]] == -torch.inf
-    with pytest.raises(ValueError, match="no point of the pool is left"):
+    with pytest.raises(ValueError, match="there is no point left"):
         select_from_pool(model, pool, pending=torch.ones(30, dtype=torch.bool), **options)

@@ -218,7 +218,7 @@ def test_prevalence_and_exceedance_count_the_nugget() -> None:
     [
         (("knowledge", "logit", 0.1), "criterion: expected one of 'threshold-entropy'"),
         (("threshold-entropy", "logit", None), "threshold: required for 'threshold-entropy'"),
-        (("misclassification", "logit", 1.5), "threshold: expected a value in the range"),
+        (("misclassification", "logit", 1.5), "threshold: expected a probability between 0"),
         (("misclassification", "softplus", -1.0), "threshold: expected a value in the range"),
     ],
 )

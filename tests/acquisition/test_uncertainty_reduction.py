@@ -25,6 +25,7 @@ from seqgp.acquisition import (
 )
 from seqgp.acquisition import look_ahead as steps
 from seqgp.acquisition.uncertainty import CRITERIA, Uncertainty, link_of, nugget_of
+from seqgp.likelihoods import log_predictive
 from tests.acquisition.helpers import (
     NAMES,
     THRESHOLD,
@@ -99,6 +100,35 @@ def test_scores_are_averages_over_all_outcomes(
     )
     # The spread over outcomes, at most .05, over the root of the number of fantasies.
     assert_close(drawn, expected, 5 * 0.05 / 4096**0.5)
+
+
+@pytest.mark.parametrize("criterion", ["threshold-entropy", "variance"])
+def test_scores_of_noise_that_varies(criterion: str) -> None:
+    """Outcomes depend on two latents: integrated over a grid of outcomes, by conditioning."""
+    model, X, locations = model_of("heteroscedastic"), *map(points, (3, 9))
+    level = threshold("heteroscedastic")
+    y = torch.linspace(-15, 15, 601)
+    with torch.no_grad():
+        now = uncertainty(model, criterion, level, locations).mean()
+        expected = []
+        for x in X:
+            f = model(x.expand(len(y), 1, 2))
+            moments = f.mean, f.variance
+            density = log_predictive(model.likelihood, y.unsqueeze(-1), *moments).exp().squeeze(-1)
+            after = model.condition_on_observations(x.expand(len(y), 1, 2), y.reshape(-1, 1, 1))
+            u = uncertainty(after, criterion, level, locations).mean(-1)
+            assert_close(density.sum() * 0.05, torch.ones(()), 1e-4)
+            expected.append(now - (density @ u) * 0.05)
+        expected = torch.stack(expected)
+        acquisition = qExpectedUncertaintyReduction(
+            model, locations, criterion, level, num_fantasies=4096
+        )
+        actual = acquisition(X.unsqueeze(-2))
+    # The spread over outcomes, at most .05, over the root of the number of fantasies.
+    assert_close(actual, expected, 5 * 0.05 / 4096**0.5)
+    assert (expected > 0.005).all()
+    fast = expected_reduction(model, X, locations, criterion, level, num_fantasies=4096)
+    assert_close(fast, actual, 4e-5)  # the error of the table
 
 
 def test_totals_that_differ() -> None:
@@ -328,13 +358,13 @@ def test_several_points_are_fantasised_jointly(name: str) -> None:
     assert_close(with_pending(X[:1, :1]), acquisition(X[:1]))
 
 
-@names
+@pytest.mark.parametrize("name", [*NAMES, "gamma", "censored", "student_t"])
 @pytest.mark.parametrize(
     ("criterion", "local"),
     [("threshold-entropy", False), ("threshold-entropy", True), ("volume", False)],
 )
 def test_gradient_is_that_of_the_expectation(name: str, criterion: str, local: bool) -> None:
-    """By differences: exact if all outcomes are looked at, else with many that are drawn."""
+    """By differences: exact if all outcomes are looked at or they are real numbers."""
     model, locations = model_of(name), None if local else points(9)
     exact = name != "poisson"
     acquisition = qExpectedUncertaintyReduction(
@@ -384,7 +414,7 @@ def test_optimisation_over_a_box() -> None:
         ({"criterion": ("volume", "variance")}, "criterion: .*a volume is not reduced"),
         ({"local": True, "weights": torch.ones(30)}, "weights: expected None"),
         ({"threshold": None}, "threshold:"),
-        ({"pool": torch.rand(3, 5)}, "pool: expected 2 columns"),
+        ({"pool": torch.rand(3, 5)}, "pool: expected shape ... x n x 2"),
         ({"pool": torch.rand(1, 3, 2)}, "pool: expected shape n x d"),
     ],
 )
@@ -399,7 +429,7 @@ def test_models_that_do_not_fit() -> None:
         expected_reduction(pair()[1], points(2), points(2), "variance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one output"):
         expected_reduction(pair(outputs=2)[0], points(2), points(2), "variance")
-    with pytest.raises(ValueError, match="one output and one latent"):
+    with pytest.raises(ValueError, match="one output; a SoftmaxLikelihood has several"):
         expected_reduction(model_of("softmax"), points(2), points(2), "variance")
 
 

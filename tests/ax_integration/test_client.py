@@ -348,6 +348,7 @@ def test_ours_is_what_the_client_uses() -> None:
     ("options", "message"),
     [
         ({"likelihoods": {"z": "beta"}}, "expected one of 'gaussian'.*got 'beta'"),
+        ({"likelihoods": {"z": torch.nn.Identity()}}, r"expected one of 'gaussian'.*got Identity"),
         ({"likelihoods": {"z": "binomial"}}, "with a total for binomial"),
         ({"likelihoods": {"z": ("poisson", 3)}}, "for 'z'"),
         ({"failures": ["broken"]}, "failures: expected names among"),
@@ -403,5 +404,5 @@ def test_points_have_all_parameters_with_values_that_there_are() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             seqgp.ax.probability_of_validity(client, [point])
-    with pytest.raises(TypeError, match="points: expected a Mapping, got 'x'"):
+    with pytest.raises(TypeError, match="points: expected a list of dictionaries"):
         seqgp.ax.probability_of_validity(client, {"x": 0.5, "kind": "a"})  # type: ignore[arg-type]

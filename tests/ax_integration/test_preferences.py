@@ -20,6 +20,7 @@ from botorch.utils.datasets import RankingDataset
 
 from seqgp import DualELBO, PreferenceGP
 from seqgp.ax import preference_spec
+from tests.helpers import unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -75,6 +76,7 @@ def test_preferential_optimization() -> None:
     assert all(10 <= float(value) <= 30 for value in arm.parameters.values())  # type: ignore
 
 
+@unscaled
 def test_preference_exploration() -> None:
     """Outcomes of an experiment are compared in an auxiliary one, and the utility is optimised."""
     outcomes = ["metric1", "metric2"]

@@ -86,7 +86,7 @@ def test_lunar_runs(tmp_path: Path) -> None:
     assert "| fantasies, batches of 3 |" in printed
     assert (tmp_path / "lunar.png").stat().st_size > 10_000
     units = json.loads((tmp_path / "lunar-quick.json").read_text())["units"]
-    assert units.keys() == {"fantasies/seed0", "random/seed0"}
+    assert units.keys() == {"fantasies/seed0", "region/seed0", "random/seed0"}
     for unit in units.values():
         assert len(unit["rewards"]) == len(unit["landed"]) == 30
         assert unit["rewards"][:24] == units["random/seed0"]["rewards"][:24]

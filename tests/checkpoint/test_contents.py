@@ -339,6 +339,8 @@ def test_extra_and_random_state(tmp_path: Path) -> None:
     extra = {"batch": 3, "names": ("a", 1.5), "adam": torch.optim.Adam(model.parameters())}
     with pytest.raises(TypeError, match=r"extra: .*extra\['adam'\] is torch.optim"):
         seqgp.save(model, tmp_path / "model.pt", extra=extra)
+    with pytest.raises(TypeError, match="extra: expected a dictionary, got a list"):
+        seqgp.save(model, tmp_path / "model.pt", extra=[1, 2])  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
     extra["adam"] = extra["adam"].state_dict()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)  # noqa: NPY002
@@ -457,6 +459,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_wrong_contents_are_refused_or_harmless(content: dict[str, Any], tmp_path: Path) -> None:
     """Something at a place in a checkpoint is not what it should be; digests are right."""
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002

@@ -9,11 +9,18 @@ import torch
 from botorch.acquisition import qKnowledgeGradient, qMaxValueEntropy
 from botorch.exceptions.errors import UnsupportedError
 from botorch.models import ModelListGP, SingleTaskGP, SingleTaskVariationalGP
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from botorch.models.transforms import Standardize
 from botorch.models.transforms.input import InputPerturbation
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.sampling.pathwise import draw_matheron_paths
-from gpytorch.likelihoods import BernoulliLikelihood, PoissonLikelihood, SoftmaxLikelihood
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    GaussianLikelihood,
+    PoissonLikelihood,
+    SoftmaxLikelihood,
+)
+from gpytorch.likelihoods.noise_models import HomoskedasticNoise
 from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 
@@ -169,6 +176,17 @@ def _softmax(batch: bool = False) -> SequentialGP:
     return SequentialGP(inputs().expand(*shape, 8, 2), Y, likelihood=likelihood)
 
 
+def _taught_observations() -> SequentialGP:
+    """A model with standardised targets, after a training loop with others."""
+    model = SequentialGP(inputs(), 100 + 50 * targets(), likelihood=GaussianLikelihood())
+    optimizer = torch.optim.Adam(model.likelihood.parameters(), lr=0.01)
+    mll = VariationalELBO(model.likelihood, model, num_data=8)
+    for _ in range(30):
+        (-mll(model(inputs()), 100 + 50 * targets().squeeze(-1))).backward()
+        optimizer.step()
+    return model
+
+
 #: In the words of the documentation.
 REFUSED: dict[str, Refusal] = {
     "a joint distribution of labels or counts, and what asks for it (`qMaxValueEntropy`, "
@@ -189,7 +207,7 @@ REFUSED: dict[str, Refusal] = {
     "latents of one likelihood, one by one": Refusal(
         lambda: _softmax().subset_output([1]),
         ValueError,
-        "latents of one likelihood cannot be separated",
+        "latent functions of a likelihood cannot be separated",
         "all of them, `posterior(X).mean[..., 1]`",
     ),
     "some outputs of a conditioned model": Refusal(
@@ -217,6 +235,22 @@ REFUSED: dict[str, Refusal] = {
         NotImplementedError,
         "batch of models with several latents",
         "`posterior(X).rsample()`",
+    ),
+    "relevance pursuit (`SparseOutlierGaussianLikelihood`)": Refusal(
+        lambda: SequentialGP(
+            inputs(),
+            targets(),
+            likelihood=SparseOutlierGaussianLikelihood(HomoskedasticNoise(), dim=8),
+        ),
+        ValueError,
+        "belongs to a fixed set of training data",
+        "`StudentTLikelihood`",
+    ),
+    "a training loop that was given observations instead of `train_targets`": Refusal(
+        lambda: _taught_observations().posterior(inputs()),
+        RuntimeError,
+        r"Pass model\.train_targets",
+        "`model.train_targets`, or `outcome_transform=None`",
     ),
     "an outcome transform of labels and counts": Refusal(
         lambda: SequentialGP(

@@ -4,11 +4,9 @@ import pytest
 
 from seqgp import SequentialGP
 from tests.contract.differences import BEYOND, REFUSED
+from tests.helpers import unscaled
 
-pytestmark = [
-    pytest.mark.usefixtures("float64"),
-    pytest.mark.filterwarnings("ignore:Data .input or outcome. is not standardized"),
-]
+pytestmark = [pytest.mark.usefixtures("float64"), unscaled]
 
 
 @pytest.mark.parametrize("name", list(BEYOND))

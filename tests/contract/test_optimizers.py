@@ -47,6 +47,7 @@ from tests.models.helpers import pair
 pytestmark = [
     pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings("ignore:Optimization failed"),
+    pytest.mark.filterwarnings("ignore:If using a 2-dim `batch_initial_conditions`"),
 ]
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]])

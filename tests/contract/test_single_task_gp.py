@@ -18,7 +18,7 @@ from botorch.sampling import IIDNormalSampler, SobolQMCNormalSampler
 from botorch.utils.datasets import SupervisedDataset
 
 from seqgp import SequentialGP
-from tests.helpers import assert_close, make_inputs
+from tests.helpers import assert_close, make_inputs, unscaled
 from tests.models.helpers import assert_same, pair
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -55,6 +55,7 @@ def models(batch_shape: tuple[int, ...], outputs: int, known: bool) -> tuple[Any
 MISSING = {"prediction_strategy": "GPyTorch's cache of an exact GP"}
 
 
+@unscaled
 @pytest.mark.parametrize("kind", [SingleTaskGP, SingleTaskVariationalGP])
 @pytest.mark.filterwarnings("ignore:Using an input transform with")
 def test_public_attributes(kind: Any) -> None:
@@ -178,6 +179,7 @@ def test_fantasies_with_given_noise() -> None:
     assert_same(*posteriors)
 
 
+@pytest.mark.filterwarnings("ignore:Non-strict enforcement of botorch tensor conventions")
 def test_fantasies_at_no_points() -> None:
     for model in models((), 2, False):
         model.posterior(make_inputs(3, 2))  # which BoTorch's has to have been asked for

@@ -146,6 +146,8 @@ def test_inducing_points_are_chosen_anew(batch_shape: tuple[int, ...], outputs: 
     model.covar_module.lengthscale = 0.2
     Z = model.init_inducing_points(X[..., :10, :])
     assert Z.shape == (*batch_shape, 6, 2)
+    held = model.model.variational_strategy.base_variational_strategy.inducing_points
+    assert_close(held.reshape(Z.shape), Z, 0.0)
     expected = SequentialGP(X, Y, covar_module=model.covar_module, inducing_points=Z, **modules)
     assert_same(*(each.posterior(make_inputs(3, 2)) for each in (model, expected)))
 
@@ -158,7 +160,7 @@ def test_what_is_said_to_those_who_pass_what_there_is_not() -> None:
         SequentialGP(X, Y, num_outputs=2)
     with pytest.raises(ValueError, match="num_outputs: expected 3"):
         SequentialGP(X, num_outputs=2, likelihood=softmax())
-    with pytest.raises(ValueError, match="train_Y: expected observations of the functionals"):
+    with pytest.raises(ValueError, match="train_Y: required with coefficients"):
         SequentialGP(X.unsqueeze(-2), coefficients=torch.ones(20, 1))
     model = SequentialGP(X, Y).condition_on_observations(X[:1], Y[:1])
     with pytest.raises(RuntimeError, match="conditioned"):

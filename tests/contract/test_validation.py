@@ -70,5 +70,5 @@ def test_stream_warns_that_only_the_memory_is_there() -> None:
     Y = torch.sin(5 * X).sum(-1, keepdim=True)
     model = SequentialGP(X[:4], Y[:4])
     model.update(X[4:], Y[4:], memory=3, learn=False)
-    with pytest.warns(UserWarning, match="these are the 3 observations in the memory, of 8"):
+    with pytest.warns(UserWarning, match="these are the 3 observations in the memory, out of 8"):
         efficient_loo_cv(model)

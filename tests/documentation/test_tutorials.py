@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import warnings
 from functools import partial
@@ -118,6 +119,20 @@ def test_shared_map(tmp_path: Path) -> None:
     (line,) = [line for line in output.splitlines() if line.startswith("difference")]
     assert float(line.split()[-1]) < 1e-6
     check_figure(directory / "figures" / "shared_map.png", 1, 3)
+
+
+@pytest.mark.slow
+def test_new_processes_find_what_they_run(tmp_path: Path) -> None:
+    """As when the site is built: `__main__` is not the tutorial."""
+    script = ROOT / "tutorials" / "shared_map.py"
+    code = f"exec(compile({script.read_text()!r}, {str(script)!r}, 'exec'))"
+    subprocess.run(
+        [sys.executable, "-c", code, "--short", "--quiet"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    check_figure(tmp_path / "figures" / "shared_map.png", 1, 3)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqgp.dual import Duals, Sites, accumulate, interpolate, tie, zero_duals
-from seqgp.dual.duals import add
+from seqgp.dual.duals import GRAM_BLOCK, add, weighted_gram
 from tests.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -35,6 +35,18 @@ def test_tie_is_a_sum_over_data(A_batch: tuple[int, ...], site_batch: tuple[int,
         A[..., :, None, i] * sites.beta[..., i, None, None] * A[..., None, :, i] for i in range(5)
     )
     assert_same(duals, Duals(lam, B))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("m", [1, GRAM_BLOCK, 2 * GRAM_BLOCK + 1, 3 * GRAM_BLOCK])
+def test_products_by_blocks(m: int, batch: tuple[int, ...]) -> None:
+    A, weights = torch.randn(*batch, m, 7), torch.randn(*batch, 7)
+    with torch.no_grad():
+        found = weighted_gram(A, weights)
+    assert_close(found, A @ torch.diag_embed(weights) @ A.mT, 1e-12)
+    A.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(weighted_gram(A, weights).sum(), A)
+    assert_close(gradient, 2 * weights.unsqueeze(-2) * A.sum(-2, keepdim=True).expand_as(A), 1e-10)
 
 
 def test_precisions_may_have_fewer_batches_than_means() -> None:

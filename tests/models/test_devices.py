@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,20 +15,10 @@ from torch import Tensor
 
 from seqgp import DualELBO, SequentialGP
 from seqgp.acquisition import qNegIntegratedPosteriorVariance
-from seqgp.likelihoods.quadrature import base_samples
 from tests.helpers import assert_close, make_inputs
 from tests.models.helpers import data, observe
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@pytest.fixture
-def meta() -> Iterator[Callable[[], None]]:
-    """Call it to change the default device until the end of the test."""
-    base_samples.cache_clear()
-    yield lambda: torch.set_default_device("meta")
-    torch.set_default_device(None)
-    base_samples.cache_clear()
 
 
 class Setting:

@@ -5,6 +5,7 @@ import sys
 import textwrap
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from seqgp import SequentialGP
+from seqgp.variational.stationary import Stationary
 from tests.helpers import CASES, assert_close, assert_untouched, make_inputs, state_of
 from tests.models.helpers import assert_same, data, observe, pair, totals
 
 pytestmark = pytest.mark.usefixtures("float64")
+MATRIX = Stationary.matrix
 all_likelihoods = pytest.mark.parametrize("name", list(CASES))
 
 
@@ -48,6 +51,19 @@ def test_fantasies_are_possible_observations(name: str) -> None:
     assert Y.shape == (32, 6, 4, 1)
     assert SUPPORT.get(name, constraints.real).check(Y.squeeze(-1)).all()
     assert Y.unique().numel() > 1
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
+def test_fantasies_evaluate_no_prior_twice(name: str) -> None:
+    """Covariances at the candidates are those of the posterior that fantasies are drawn from."""
+    model, X, test = data(name).model(), make_inputs(6, 3, 2), make_inputs(5, 2)
+    model.posterior(X)
+    with torch.no_grad(), patch.object(Stationary, "matrix", autospec=True) as matrix:
+        matrix.side_effect = MATRIX
+        fantasies = model.fantasize(X, sampler(4))
+        assert matrix.call_count == 2  # with the inducing points, and among themselves
+        fantasies.posterior(test)
+        assert matrix.call_count == 5  # with these, with the candidates, and among themselves
 
 
 @all_likelihoods

@@ -417,6 +417,7 @@ def test_statistics_are_frozen_while_fitting() -> None:
 
 
 @pytest.mark.slow
+@unscaled
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 @pytest.mark.parametrize("standardized", [False, True], ids=["raw", "standardized"])
 @pytest.mark.parametrize("likelihood", [StudentTLikelihood, LaplaceLikelihood])

@@ -145,6 +145,7 @@ def test_branin_loop_with_fits_of_its_own() -> None:
     assert sum(sparsely) < sum(exactly) + 0.02
 
 
+@early_line_searches
 @pytest.mark.slow
 def test_knowledge_gradient_of_a_classifier_finds_where_it_works() -> None:
     """Pass or fail; passes are in a disc of a tenth of the square, of which one is known."""

@@ -125,5 +125,5 @@ def test_plain_likelihood_says_what_to_do() -> None:
     message = r"first in row 0; if some outputs .*WithMissingObs\(batch_shape=torch.Size\(\[2\]\)\)"
     with pytest.raises(ValueError, match=message):
         SequentialGP(X, Y, outcome_transform=None)
-    with pytest.raises(ValueError, match="row 0; leave out what has not been observed"):
+    with pytest.raises(ValueError, match="row 0; leave out rows that have not"):
         SequentialGP(X, Y[:, :1], outcome_transform=None)

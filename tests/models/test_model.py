@@ -298,7 +298,7 @@ NAN = torch.full((4, 1), torch.nan)
 #: What is given instead of the good arguments, and what is said about it.
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "X vector": ({"train_X": X[:, 0]}, ValueError, r"train_X: expected shape \.\.\. x n x d"),
-    "X integer": ({"train_X": X.long()}, TypeError, "train_X: expected floating point numbers"),
+    "X integer": ({"train_X": X.long()}, TypeError, "train_X: expected torch.float64"),
     "X list": ({"train_X": X.tolist()}, TypeError, r"train_X: expected a torch\.Tensor, got list"),
     "X infinite": ({"train_X": X / 0}, ValueError, "train_X: expected finite numbers, got 8"),
     "Y list": ({"train_Y": Y.tolist()}, TypeError, r"train_Y: expected a torch\.Tensor, got list"),

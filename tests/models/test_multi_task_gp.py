@@ -12,8 +12,10 @@ from botorch.acquisition.logei import qLogExpectedImprovement
 from botorch.acquisition.objective import GenericMCObjective
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import KroneckerMultiTaskGP, MultiTaskGP
+from botorch.models.transforms import Normalize
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.utils.datasets import SupervisedDataset
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import MaternKernel, RBFKernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
@@ -23,14 +25,21 @@ from gpytorch.likelihoods import (
 )
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.priors import NormalPrior
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import seqgp
-from seqgp import SequentialGP, SequentialMultiTaskGP
+from benchmarks import outputs
+from seqgp import HeteroscedasticGaussianLikelihood, SequentialGP, SequentialMultiTaskGP
 from seqgp.acquisition import fantasy_outcome
+from seqgp.likelihoods import (
+    GaussianTaskLikelihood,
+    TaskLikelihood,
+    expectations,
+    log_predictive,
+)
 from seqgp.models.posteriors import ObservationPosterior
-from seqgp.models.tasks import LoadingKernel
+from seqgp.models.tasks import LoadingKernel, shared_and_own
 from tests.reliability.interrupts import Interrupts, is_same, snapshot
 
 
@@ -373,6 +382,23 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"possible observation.*the likelihood of their task"):
         SequentialMultiTaskGP(X, Y, 1, likelihood=[BernoulliLikelihood()] * 3)
     wide, before = X[:, [0, 2]], snapshot(model)
+    with pytest.raises(TypeError, match=r"train_X: expected torch.* got torch\.int64"):
+        SequentialMultiTaskGP(X.long(), Y, 1)
+    with pytest.raises(ValueError, match="leaves the task column as it is"):
+        SequentialMultiTaskGP(X, Y, 1, input_transform=Normalize(3))
+    with pytest.raises(TypeError, match="of one latent function, of which each task has its own"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood=HeteroscedasticGaussianLikelihood())
+    with pytest.raises(TypeError, match="likelihood: expected a likelihood, a list of them or"):
+        SequentialMultiTaskGP(X, Y, 1, likelihood="gaussian")
+    with pytest.raises(ValueError, match=r"train_Yvar: .* leave out likelihood"):
+        SequentialMultiTaskGP(X, Y, 1, Y.square(), likelihood=[GaussianLikelihood()] * 3)
+    for rank in (-1, 4, 1.5):
+        with pytest.raises(ValueError, match="rank: expected a whole number up to 3"):
+            SequentialMultiTaskGP(X, Y, 1, rank=rank)
+    for tasks in ([0, 1, 2.5], [0, 1, 2, 2], torch.tensor([0.0, 1.0, 2.0])):
+        with pytest.raises(ValueError, match="all_tasks: expected different whole numbers"):
+            SequentialMultiTaskGP(X, Y, 1, all_tasks=tasks)
+    assert SequentialMultiTaskGP(X, Y, 1, all_tasks=torch.arange(4)).all_tasks == (0, 1, 2, 3)
     for call in (model.update, model.condition_on_observations):
         with pytest.raises(TypeError, match=r"Y: expected a torch\.Tensor"):
             call(wide, [1.0, 2.0])
@@ -501,6 +527,23 @@ def test_weights_of_tasks_may_be_negative():
     assert model.task_covariance[0, 1] < 0
 
 
+def test_tasks_that_share_a_function_and_have_their_own():
+    """Unrelated tasks are nearly as good as alone, which they are not with the default kernel."""
+    kernels = shared_and_own([5, 0, 2])  # the reference first, values in ascending order
+    w, v = 0.5**0.5, 0.5
+    expected = [[[v, v, w], [v, v, w], [w, w, 1.0]], [[v, 0, 0]] + 2 * [[0] * 3]]
+    for kernel, matrix in zip(kernels, expected, strict=False):
+        torch.testing.assert_close(kernel.covar_matrix, torch.tensor(matrix))
+    last = kernels[2].covar_matrix.diagonal()
+    torch.testing.assert_close(last, torch.tensor([0.0, 0.5, 0.0]))
+    X, Y = outputs.observations("unrelated", (60, 8), seed=1)
+    ways = ("ours", "parts", "ours alone")
+    default, parts, alone = (outputs.score(outputs.fitted(way, X, Y), "unrelated") for way in ways)
+    assert parts["error"] < 0.7 * default["error"]
+    assert parts["density"] > default["density"]
+    assert parts["error"] < 1.2 * alone["error"]
+
+
 def test_kernels_that_do_not_fit():
     X, Y = _data(9)
     weights = LoadingKernel([0, 1, 2], [1.0, 0.0, 0.0])
@@ -608,17 +651,55 @@ def test_imagined_outcomes_are_possible_for_each_task():
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    rules=st.lists(st.sampled_from(["learn", "both", "adapt", "cluster"]), min_size=1, max_size=2),
+    calls=st.lists(
+        st.sampled_from(["learn", "both", "adapt", "cluster", "fit", "loop", "choose", "forget"]),
+        min_size=1,
+        max_size=3,
+    ),
 )
-def test_task_column_is_never_moved(seed, rules):
-    X, Y = _data(30, tasks=(0, 2, 5), seed=seed)
+@example(seed=0, calls=["fit", "loop", "both"])
+@example(seed=1, calls=["choose", "learn", "forget"])
+def test_task_column_is_never_moved(seed, calls):
+    """Whatever moves inducing points: rules of updates, fits and training loops with gradients."""
+    X, Y = _data(36, tasks=(0, 2, 5), seed=seed)
     model = SequentialMultiTaskGP(
         X[:18], Y[:18], 1, inducing_points=6, learn_inducing_points=True, all_tasks=[0, 2, 5, 7]
     )
-    for rule, part in zip(rules, (slice(18, 24), slice(24, 30)), strict=False):
-        model.update(X[part], Y[part], inducing=rule, learn=True, steps=2, memory=12)
+    parts, forgotten = iter((slice(18, 24), slice(24, 30), slice(30, 36))), iter((0, 2, 4))
+    for call in calls:
+        before = model.variational_strategy.inducing_points.clone()
+        if call == "fit":
+            mll = seqgp.DualELBO(model.likelihood, model)
+            fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 3}})
+            after = model.variational_strategy.inducing_points
+            assert before.shape != after.shape or not torch.equal(before, after)  # others moved
+        elif call == "loop":
+            _train(model)
+        elif call == "choose":
+            model.init_inducing_points(model.train_inputs[0])
+        elif call == "forget":
+            k = next(forgotten)
+            model.forget(X[k : k + 2], Y[k : k + 2])
+        else:
+            part = next(parts)
+            model.update(X[part], Y[part], inducing=call, learn=True, steps=2, memory=18)
         Z = model.variational_strategy.inducing_points
         assert set(Z[:, 1].tolist()) <= {0.0, 2.0, 5.0}
+
+
+def _train(model):
+    """A few steps of a training loop, with weight decay, which moves all of a parameter."""
+    Z = model.variational_strategy.inducing_points
+    kernel = [*model.covar_module.parameters()]
+    groups = [{"params": kernel, "weight_decay": 0.0}, {"params": [Z], "weight_decay": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    mll = seqgp.DualELBO(model.likelihood, model)
+    model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-mll(model(*model.train_inputs), model.train_targets)).backward()
+        optimizer.step()
+    model.eval()
 
 
 def test_tasks_are_standardised_one_by_one():
@@ -642,3 +723,58 @@ def test_labels_of_one_kind_do_not_make_a_task_certain():
     assert [len([*mean.named_priors()]) for mean in means] == [0, 1]
     alone = SequentialGP(x, Y[:, 1:], likelihood=BernoulliLikelihood())
     assert len([*alone.mean_module.named_priors()]) == 1
+
+
+def test_objectives_of_exact_models():
+    """BoTorch's own, as for `MultiTaskGP`: the same value and fit as with a `DualELBO`."""
+    X, Y = _data()
+    torch.manual_seed(0)
+    exact = MultiTaskGP(X, Y, 1, outcome_transform=None)
+    model = SequentialMultiTaskGP(X, Y, 1, outcome_transform=None)
+    _same_hyperparameters(model, exact)
+    torch.testing.assert_close(model.likelihood.noise, exact.likelihood.noise.flatten())
+    values = []
+    for each in (exact.train(), model.train()):
+        mll = ExactMarginalLogLikelihood(each.likelihood, each)
+        params = [each.train_inputs] if each is exact else []
+        value = mll(each(*each.train_inputs), each.train_targets, *params)
+        kernel = each.covar_module.kernels[0]
+        values.append((value, *torch.autograd.grad(value, [kernel.raw_lengthscale])))
+    # Priors of the noise are one for each task here, and the same one for all of them there.
+    torch.testing.assert_close(values[0][1], values[1][1], atol=1e-6, rtol=1e-6)
+    bound, other = seqgp.DualELBO(model.likelihood, model), copy.deepcopy(model)
+    evidence, _ = other.eval().bound(exact=True)
+    expected = bound.with_priors(evidence, len(Y))
+    torch.testing.assert_close(values[1][0], expected, atol=1e-6, rtol=1e-6)
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
+    fit_gpytorch_mll(seqgp.DualELBO(other.likelihood, other))
+    assert torch.equal(model.task_covariance, other.task_covariance)
+
+
+def test_gaussian_tasks_have_a_gaussian_likelihood():
+    likelihood = GaussianTaskLikelihood([GaussianLikelihood(), GaussianLikelihood()]).double()
+    likelihood.noise = torch.tensor([0.25, 4.0], dtype=torch.double)
+    covariance = torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.double)
+    f, y = (
+        MultivariateNormal(torch.zeros(2).double(), covariance),
+        torch.tensor([0.5, 1.0]).double(),
+    )
+    task = torch.tensor([1, 0])
+    noisy = likelihood(f, task=task)
+    expected = covariance + torch.tensor([4.0, 0.25]).diag()
+    torch.testing.assert_close(noisy.covariance_matrix, expected)
+    normal = torch.distributions.Normal(torch.zeros(2).double(), expected.diagonal().sqrt())
+    torch.testing.assert_close(likelihood.log_marginal(y, f, task=task), normal.log_prob(y))
+    mixed = TaskLikelihood(likelihood.likelihoods)
+    for function in (expectations, log_predictive):
+        for one, other in zip(
+            *(function(each, y, f.mean, f.variance, task=task) for each in (likelihood, mixed)),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+    torch.testing.assert_close(
+        likelihood.expected_log_prob(y, f, task=task),
+        expectations(mixed, y, f.mean, f.variance, task=task).log_prob,
+    )
+    with pytest.raises(TypeError, match="task: expected the index"):
+        likelihood(f)

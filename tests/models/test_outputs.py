@@ -211,7 +211,7 @@ def test_what_cannot_be_selected() -> None:
     joint, _ = three("gaussian")
     with pytest.raises(ValueError, match=r"expected indices of the 3 outputs, got \[3\]"):
         joint.subset_output([3])
-    with pytest.raises(ValueError, match="latents of one likelihood cannot be separated"):
+    with pytest.raises(ValueError, match="latent functions of a likelihood cannot be separated"):
         data("softmax").model().subset_output([0])
     fantasy = joint.condition_on_observations(make_inputs(1, 2), torch.zeros(1, 3))
     with pytest.raises(ValueError, match="select the outputs first"):
@@ -457,7 +457,7 @@ def test_training_inputs_are_repeated_for_outputs() -> None:
     assert_close(ours.train()(X).mean, ours.train()(X[0]).mean)
     ours.set_train_data(X, ours.train_targets[:, :4], strict=False)
     assert ours.num_data == 4
-    with pytest.raises(ValueError, match="the outputs share their inputs"):
+    with pytest.raises(ValueError, match="the same inputs for all outputs"):
         ours.set_train_data(torch.stack([X[0], X[1] + 1]), strict=False)
 
 

@@ -189,7 +189,7 @@ def test_the_scale_is_learnt() -> None:
 def test_bad_ratings() -> None:
     X, Y, values = torch.tensor(ITEMS), torch.tensor(PAIRS), torch.tensor(RATINGS)
     plain = PreferenceGP(X, Y, covar_module=make_kernel())
-    with pytest.raises(ValueError, match="ratings: the model has no likelihood for them"):
+    with pytest.raises(ValueError, match="ratings: this model has no likelihood"):
         plain.update(X, Y, ratings=values)
     with pytest.raises(RuntimeError, match="no likelihood of ratings; build it with"):
         plain.predicted_ratings(X)
@@ -203,7 +203,7 @@ def test_bad_ratings() -> None:
             with pytest.raises(ValueError, match=f"ratings: {message}"):
                 method(X, Y, ratings=bad)
     assert torch.equal(model.posterior(X).mean, before)
-    with pytest.raises(ValueError, match="a batch of models learns from comparisons alone"):
+    with pytest.raises(ValueError, match="ratings: not supported for a batch"):
         PreferenceGP(X.expand(2, 3, 1), Y.expand(2, 4, 2), ratings=values)
     with pytest.raises(ValueError, match="Y: "):
         PreferenceGP(X, Y, rating_likelihood=OrdinalLikelihood(3), ratings=values)

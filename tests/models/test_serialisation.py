@@ -128,7 +128,7 @@ def test_streams_are_not_in_a_state() -> None:
     model, X = stream(), make_inputs(5, 2)
     other = SequentialGP(X, X[:, :1], covar_module=make_kernel())
     before = other.posterior(X)
-    with pytest.raises(ValueError, match=r"of a stream.*seqgp\.load"):
+    with pytest.raises(ValueError, match=r"from a stream.*seqgp\.load"):
         other.load_state_dict(model.state_dict())
     assert_same(other.posterior(X), before, tol=0)
     # The hyperparameters alone can be had, and a stream can have those of other models.
@@ -228,7 +228,7 @@ def test_strict_loading() -> None:
 def test_transforms_come_with_the_state(
     keep_transforms: bool, fixed_noise: bool, outputs: int
 ) -> None:
-    """``keep_transforms`` says whether training targets are transformed anew, as in BoTorch."""
+    """Unless they are learnt from the data at hand, and so are the training targets."""
     X = 3 * make_inputs(12, 2)
     Y = torch.stack([X.sum(-1).sin(), X[:, 0].cos()], -1)[:, :outputs]
     Yvar = 0.1 + torch.rand(Y.shape) if fixed_noise else None
@@ -244,9 +244,15 @@ def test_transforms_come_with_the_state(
         )
 
     model, other = make(slice(12)), make(slice(8))
-    targets = other.train_targets.clone()
+    targets, fresh = other.train_targets.clone(), copy.deepcopy(other)
+    model.covar_module.base_kernel.lengthscale = 0.9
     other.load_state_dict(model.state_dict(), keep_transforms=keep_transforms)
-    assert torch.equal(other.input_transform.bounds, model.input_transform.bounds)
+    source = model if keep_transforms else fresh
+    assert torch.equal(other.input_transform.bounds, source.input_transform.bounds)
+    if not keep_transforms:  # statistics of its own data, with the hyperparameters of the state
+        fresh.covar_module.base_kernel.lengthscale = 0.9
+        test = 3 * make_inputs(4, 2)
+        assert_same(other.posterior(test), fresh.posterior(test))
     expected = model.train_targets[..., :8] if keep_transforms else targets
     assert_close(other.train_targets, expected)
     if fixed_noise and keep_transforms:

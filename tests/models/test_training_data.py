@@ -224,7 +224,7 @@ def test_a_stream_says_that_only_the_memory_is_there() -> None:
     ours.update(X, 100 + X[:, :1], learn=False, memory=100)
     assert len(ours.train_targets) == 24  # without a warning: they are all there
     ours.update(X, 100 + X[:, :1], learn=False, memory=7)
-    with pytest.warns(UserWarning, match="the 7 observations in the memory, of 36"):
+    with pytest.warns(UserWarning, match="the 7 observations in the memory, out of 36"):
         efficient_loo_cv(ours)
     with pytest.warns(UserWarning, match=r"model\.memory"):
         assert len(ours.train_targets) == 7

@@ -42,8 +42,30 @@ def test_updates_keep_inducing_points_on_observed_values(seed, rules, k):
         record = model.update(X[part], Y[part], inducing=rule, learn=True, steps=3, memory=15)
         assert set(_Z(model)[:, 1].tolist()) <= set(X[:, 1].tolist())
         if rule == "learn":  # the other columns move, unless what was learnt is no better
-            undone = record.decision.startswith("present: ")
+            undone = record.decision.startswith("kept hyperparameters: ")
             assert torch.equal(_Z(model)[:, 0], before[:, 0]) == undone
+
+
+def test_weight_decay_moves_the_other_columns_only():
+    """A training loop, an update in between, and another loop."""
+    X, Y = _data(40, 2)
+    model = seqgp.SequentialGP(
+        X[:30], Y[:30], inducing_points=X[:6], learn_inducing_points=True, discrete_dims=[1]
+    )
+    mll = seqgp.DualELBO(model.likelihood, model)
+    for _ in range(2):
+        before = _Z(model).clone()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+        model.train()
+        for _ in range(3):
+            optimizer.zero_grad()
+            (-mll(model(*model.train_inputs), model.train_targets)).backward()
+            optimizer.step()
+        model.eval()
+        assert torch.equal(_Z(model)[:, 1], before[:, 1])
+        assert not torch.equal(_Z(model)[:, 0], before[:, 0])
+        model.update(X[30:], Y[30:], learn=True, steps=2)
+        assert set(_Z(model)[:, 1].tolist()) <= set(X[:, 1].tolist())
 
 
 def test_fit_moves_the_other_columns_only():

@@ -224,9 +224,9 @@ def test_what_cannot_be_merged() -> None:
             seqgp.merge([one, wrong])
     learnt = build(X[:9], Y[:9])
     learnt.update(X[:3], Y[:3], mode="paper", steps=1)
-    with pytest.raises(ValueError, match="by the rule 'paper'"):
+    with pytest.raises(ValueError, match="with mode='paper'"):
         seqgp.merge([learnt, other])
-    with pytest.raises(TypeError, match="expected several"):
+    with pytest.raises(TypeError, match="expected a list of models or paths"):
         seqgp.merge(one)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got a int as number 1"):
         seqgp.merge([one, 3])  # type: ignore[list-item]

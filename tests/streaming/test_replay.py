@@ -12,6 +12,7 @@ from torch import Tensor
 from seqgp import SequentialGP
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.replay import POWERS, choose_replay
+from tests.helpers import unscaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -74,6 +75,7 @@ def test_what_is_not_better_changes_nothing() -> None:
     torch.testing.assert_close(model.posterior(X).mean, before, rtol=1e-6, atol=1e-6)
 
 
+@unscaled
 @pytest.mark.parametrize("likelihood", [None, BernoulliLikelihood()])
 def test_a_memory_that_does_not_stand_for_the_stream_is_not_asked(
     likelihood: Likelihood | None,

@@ -320,7 +320,7 @@ def test_a_stream_is_learnt_in_one_mode() -> None:
     model = make_model("gaussian", X[:10], Y[:10], X[:8])
     model.update(X[10:20], Y[10:20], learn=False)
     before = moments(model)
-    with pytest.raises(ValueError, match="mode: this stream has been learnt with 'pseudo-like"):
+    with pytest.raises(ValueError, match="mode: expected 'pseudo-likelihood', as in earlier"):
         model.update(X[20:], Y[20:], learn=False, mode="paper")
     for a, b in zip(before, moments(model), strict=True):
         assert torch.equal(a, b)
@@ -392,7 +392,7 @@ def fails(leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
     [
         (lambda X, Y: (X.clone().fill_(torch.nan), Y), ValueError, "X: expected finite"),
         (lambda X, Y: (X, Y.squeeze(-1)), ValueError, "Y: expected shape"),
-        (lambda X, Y: (X[:, :1], Y), ValueError, "X: expected 2 columns"),
+        (lambda X, Y: (X[:, :1], Y), ValueError, "X: expected shape"),
         (lambda X, Y: (X, 2 * Y - 1), ValueError, "labels must be 0 or 1"),
         (lambda X, Y: (X, Y), KeyboardInterrupt, None),
     ],
@@ -651,8 +651,10 @@ def test_inducing_points_grow_to_the_number_that_was_asked_for() -> None:
         ({"learn": "no"}, TypeError, "learn: expected True, False or None"),
         ({"max_inducing": 0}, ValueError, "max_inducing: expected at least one"),
         ({"memory": True}, TypeError, "memory: expected MemoryOptions .* got True"),
-        ({"memory": 0.1}, TypeError, r"a share of what has been seen is MemoryOptions\(0.1\)"),
-        ({"memory": "all"}, TypeError, "memory: expected MemoryOptions or a whole"),
+        ({"memory": 0.1}, TypeError, r"MemoryOptions\(0.1\) keeps this share"),
+        ({"memory": "all"}, TypeError, r"memory: .* MemoryOptions\(None\) keeps all"),
+        ({"discount": "automatic"}, TypeError, 'discount: expected a number or "auto"'),
+        ({"inducing": 50}, ValueError, "inducing: .* got 50; max_inducing= is"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], error: Any, message: str) -> None:
@@ -663,6 +665,17 @@ def test_impossible_options(options: dict[str, Any], error: Any, message: str) -
     assert model.num_data == 30
     for a, b in zip(before, moments(model), strict=True):
         assert torch.equal(a, b)
+
+
+def test_no_observations_need_no_arguments() -> None:
+    """``update(X[:0], Y[:0])`` learns more from what is there, for any likelihood."""
+    X, Y, arguments = make_data("binomial")
+    models = [make_model("binomial", X, Y, X[:8], likelihood_arguments=arguments) for _ in "ab"]
+    none = {"total_count": arguments["total_count"][:0]}
+    first, second = models[0].update(X[:0], Y[:0]), models[1].update(X[:0], Y[:0], **none)
+    assert first.steps == second.steps > 0
+    assert first.elbo == second.elbo
+    assert models[0].num_seen == len(X)
 
 
 def test_a_stream_with_arguments_of_its_own() -> None:

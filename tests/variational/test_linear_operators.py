@@ -7,6 +7,7 @@ import unittest
 import pytest
 import torch
 from linear_operator import to_dense, to_linear_operator
+from linear_operator.operators import DiagLinearOperator
 from linear_operator.test import linear_operator_test_case as contract
 from torch import Tensor
 
@@ -48,6 +49,18 @@ def test_dense_diagonal_and_products(shapes: tuple) -> None:
     right = torch.randn(5, 3)
     torch.testing.assert_close(operator @ right, dense @ right)
     torch.testing.assert_close(to_dense(operator.mT), dense.mT)
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("batch", [(), (2,), (4, 1, 1)])
+def test_noise_stays_on_the_diagonal(shapes: tuple, batch: tuple[int, ...]) -> None:
+    operator, dense = make(*shapes)
+    noise = torch.rand(*batch, 5)
+    total = operator + DiagLinearOperator(noise)
+    assert isinstance(total, PosteriorCovariance)
+    torch.testing.assert_close(to_dense(total), dense + torch.diag_embed(noise))
+    other = to_linear_operator(torch.eye(5))
+    torch.testing.assert_close(to_dense(operator + other), dense + torch.eye(5))
 
 
 @pytest.mark.parametrize("shapes", SHAPES)

@@ -43,6 +43,24 @@ def best(noise: float) -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in values.items()}
 
 
+@pytest.mark.parametrize("noise", [1e-3, 1e-6])
+def test_no_point_is_evaluated_twice(noise: float) -> None:
+    """Nor is the start, unless it is out of bounds, where SciPy begins elsewhere."""
+    parameters = started()
+    with torch.no_grad():
+        parameters["noise"].fill_(0.5 * BOUNDS["noise"][0] if noise < 1e-4 else 0.1)
+    seen: list[tuple[float, ...]] = []
+
+    def loss() -> Tensor:
+        seen.append(tuple(float(p.detach()) for p in parameters.values()))
+        return evidence_of(parameters, noise)
+
+    lbfgs(loss, parameters, BOUNDS, steps=40, tol=0.02)
+    assert len(set(seen)) == len(seen)
+    assert seen[0][0] == pytest.approx(5e-5 if noise < 1e-4 else 0.1)
+    assert_close(parameters["noise"], torch.tensor(max(noise, 1e-4)), 0.01)
+
+
 def test_upper_bounds_hold() -> None:
     parameters = started()
     bounds = {"noise": (1e-4, 0.2), "lengthscale": (0.0, 2.0), "mean": (None, None)}

@@ -81,6 +81,24 @@ def test_nothing_on_the_right(kernel: Kernel) -> None:
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
+def test_lazy_covariances(kernel: Kernel) -> None:
+    """Evaluated later, they are those of the hyperparameters that the kernel had."""
+    x, right = torch.rand(2, 5, 3), torch.randn(5, 2)
+    known = stationary(kernel)
+    assert known is not None
+    operator, expected = known.covariance(x), kernel(x).to_dense().detach()
+    for parameter in kernel.parameters():
+        parameter.data = parameter.data + 1  # other memory, as an update gives them
+    assert operator.shape == expected.shape
+    assert operator.mT.shape == expected.shape
+    torch.testing.assert_close(operator.to_dense(), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(operator @ right, expected @ right, rtol=1e-10, atol=1e-10)
+    diagonal = expected.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(operator.diagonal(dim1=-2, dim2=-1), diagonal)
+    wider = operator.expand(4, *expected.shape).to_dense()
+    torch.testing.assert_close(wider, expected.expand_as(wider), rtol=1e-10, atol=1e-10)
+
+
 class Doubled(RBFKernel):
     def forward(self, *args: object, **kwargs: object) -> object:
         return 2 * super().forward(*args, **kwargs)

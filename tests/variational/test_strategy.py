@@ -381,3 +381,16 @@ def test_inducing_points_are_a_parameter_or_not() -> None:
         assert model.variational_strategy.inducing_points.shape == (5, 2)
     assert isinstance(learns.variational_strategy, DualVariationalStrategy)
     assert not list(learns.variational_parameters())
+
+
+def test_minibatches_may_share_a_buffer() -> None:
+    """Other numbers in the same tensor are other observations."""
+    x = make_inputs(20, 2)
+    y, buffer = torch.sin(3 * x.sum(-1)), x[:10].clone()
+    own, expected = (GP(x[:6], GaussianLikelihood()).eval() for _ in range(2))
+    for part in (slice(10), slice(10, 20)):
+        buffer.copy_(x[part])
+        for model, inputs in ((own, buffer), (expected, x[part].clone())):
+            strategy = model.variational_strategy
+            strategy.natural_gradient_step(inputs, y[part], rho=0.5, num_data=20)
+    assert_same_posterior(own, expected, x, 1e-12)

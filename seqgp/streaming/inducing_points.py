@@ -117,8 +117,7 @@ class Exchange(InducingPointRule):
         return replace(self, tol=0.0, fills_up=True)
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """Return the present inducing points, or fewer, more or other ones if the inputs need
-        it."""
+        """Return the present inducing points, or change their number or places as needed."""
         inputs, kernel, limit = candidates.inputs, candidates.kernel, candidates.max_points
         if len(Z) > limit and not candidates.anew:  # choose the best of Z and the inputs
             allocator = candidates.allocator or GreedyAllocator()
@@ -264,10 +263,9 @@ def fill_up(points: Tensor, inputs: Tensor, number: int) -> Tensor:
 
 @torch.no_grad()
 def on_seen_values(points: Tensor, seen: Tensor, dims: Sequence[int]) -> Tensor:
-    """Replace combinations of discrete values that have not been seen by those of the nearest
-    point.
+    """Replace unseen combinations of discrete values by those of the nearest seen point.
 
-    For example, centres of clusters lie between categories.
+    For example, centres of clusters may lie between categories.
 
     Args:
         points: ``... x m x d`` points.

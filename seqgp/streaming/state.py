@@ -45,8 +45,7 @@ class Shard:
         )
 
     def among(self, kept: Tensor) -> Shard:
-        """Return the shard with positions among the kept observations, given their old
-        positions."""
+        """Return the shard with positions among the kept ones, given the old positions of these."""
         return replace(self, position=torch.searchsorted(kept, self.position), total=len(kept))
 
     def gather(self, values: Tensor, dim: int = -1) -> Tensor:

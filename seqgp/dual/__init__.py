@@ -6,15 +6,15 @@ Data flows one way through these files, and so do their imports::
                                     |                 |
          projection, summary (other Z, the past)   conditioning (more sites)
 
-`natural_gradient` closes the loop: it moves the duals to the fixed point at which the sites are
-those of the posterior that they imply.
+`natural_gradient` closes the loop: it moves the duals to the fixed point, where the sites are
+those of the posterior that the duals imply.
 
 Notation: ``m`` inducing points ``Z``, ``L = chol(Kzz)``, whitened cross-covariance
 ``A_x = L^-1 K_zx`` (``m x n``). Every tensor may carry leading batch dimensions ``...``; several
 latent functions are one more batch dimension, the last of them.
 
 Example:
-    A Gaussian process of its own, from a kernel matrix to predictions:
+    A Gaussian process from scratch, from a kernel matrix to predictions:
 
     >>> import torch
     >>> from gpytorch.likelihoods import PoissonLikelihood

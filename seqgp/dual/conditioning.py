@@ -1,4 +1,4 @@
-r"""Conditioning the posterior process itself on more observations, in site space.
+r"""Conditioning of the posterior process on more observations, through their sites.
 
 The posterior of a sparse GP is a Gaussian process with covariance function
 :math:`c(a, b) = k(a, b) - A_a^T (I - W^{-1}) A_b`. Observing ``q`` more points with sites
@@ -8,11 +8,11 @@ and :math:`M = I + S C_{xx} S`,
 .. math::
     \text{mean}'(a) &= \text{mean}(a) + c(a, x) \, g, \qquad
         g = (I + \beta_c C_{xx})^{-1} (\lambda_c - \beta_c d), \\
-    \text{cov}'(a, b) &= c(a, b) - c(a, x) S M^{-1} S c(x, b),
+    \text{cov}'(a, b) &= c(a, b) - c(a, x) S M^{-1} S c(x, b).
 
-(and, should some precisions be negative, a second such correction with the opposite sign),
-which is what adding ``x`` to the inducing points would give, but nothing of size ``m`` is touched:
-the sites of any likelihood are found by iterating on the ``q x q`` block :math:`C_{xx}` alone.
+(For negative precisions, there is a second correction of this form with the opposite sign.) This
+is the same as adding ``x`` to the inducing points, but without operations of size ``m``: the sites
+of any likelihood are found by an iteration on the ``q x q`` block :math:`C_{xx}` alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from seqgp.dual.sites import Sites, sites
 
 
 class Conditioned(NamedTuple):
-    """What ``q`` more observations do to a posterior.
+    """The effect of ``q`` more observations on a posterior.
 
     Attributes:
         sites: Their sites.
@@ -37,7 +37,7 @@ class Conditioned(NamedTuple):
         root: ``... x r x q``, in general ``chol(M)^-1 S``: the covariance falls by
             ``(root c(x, a))^T diag(sign) (root c(x, b))``. It has no more batch dimensions than
             the precisions, so fantasies with equal precisions share it.
-        sign: ``r x 1``, 1, or -1 where the covariance grows.
+        sign: ``r x 1``: 1, or -1 where the covariance grows.
     """
 
     sites: Sites
@@ -66,13 +66,13 @@ def condition(
         covariance: ``... x q x q`` posterior covariance there.
         prior_mean: ``... x q`` prior mean there.
         evaluate: Their likelihood.
-        conjugate: The sites do not depend on the posterior.
-        latent_dims: Trailing batch dimensions that are latents of one model.
-        min_precision: Floor for the sites' precision.
+        conjugate: Whether the sites do not depend on the posterior.
+        latent_dims: Number of trailing batch dimensions that are latents of one model.
+        min_precision: Lower limit for the sites' precision.
         start: Sites to start from; by default those under the unconditioned posterior's marginals.
-        rho: The largest step.
+        rho: The maximum step size.
         tol: Relative tolerance.
-        max_steps: The largest number of iterations.
+        max_steps: The maximum number of iterations.
     """
     centred = mean - prior_mean
     if conjugate or start is None:
@@ -104,19 +104,19 @@ def condition(
     with torch.no_grad():
         state, info = fixed_point(step, start, rho=rho, tol=tol, max_steps=max_steps)
     state = _attach_gradient(lambda s: step(s)[0], state)
-    # Where the iteration has been there is a posterior: no need to ask the device whether.
+    # The iteration only visits sites with a posterior, so no host synchronisation is needed.
     return _condition(centred, covariance, state, signed, strict=True), info
 
 
 def conditioned_from_sites(
     centred: Tensor, covariance: Tensor, state: Sites, signed: bool = False
 ) -> Conditioned:
-    """The conditioned posterior that given sites lead to.
+    """Condition a posterior on observations with given sites.
 
     Args:
         centred: ``... x q`` posterior mean minus prior mean at the new inputs.
         covariance: ``... x q x q`` posterior covariance there.
-        state: Their sites.
+        state: The sites.
         signed: Whether some of their precisions may be negative.
     """
     return _condition(centred, covariance, state, signed)
@@ -125,10 +125,10 @@ def conditioned_from_sites(
 def _condition(
     centred: Tensor, covariance: Tensor, state: Sites, signed: bool, strict: bool = False
 ) -> Conditioned:
-    """As `conditioned_from_sites`; NaN instead of jitter or an error if ``strict``."""
+    """Return `conditioned_from_sites`; if ``strict``, failures give NaN, not jitter or errors."""
     lam, beta = state
     roots, sign, _ = _roots(covariance, beta, signed, strict)
-    # (I + beta C)^-1 r = r - D C r, which holds for precisions of zero as well.
+    # (I + beta C)^-1 r = r - D C r also holds for precisions of zero.
     r = (lam - beta * centred).unsqueeze(-1)
     gain = r - roots.mT @ (sign * (roots @ (covariance @ r)))
     return Conditioned(state, gain.squeeze(-1), roots, sign)
@@ -137,14 +137,14 @@ def _condition(
 def _roots(
     covariance: Tensor, beta: Tensor, signed: bool, strict: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""``root``, ``sign`` (see `Conditioned`) and :math:`\log|I + \beta C|`.
+    r"""Return ``root`` and ``sign`` (see `Conditioned`), and :math:`\log|I + \beta C|`.
 
-    Negative precisions come second: with :math:`C_+ = C - C S M^{-1} S C`, the covariance given
-    the positive ones, and :math:`T = (-\beta)_+^{1/2}`, they add
-    :math:`C_+ T (I - T C_+ T)^{-1} T C_+`. If that inverse is not positive definite, there is no
-    such posterior, and the result is NaN.
+    Negative precisions come second. Let :math:`C_+ = C - C S M^{-1} S C` be the covariance given
+    the positive ones, and :math:`T = (-\beta)_+^{1/2}`. The negative ones add
+    :math:`C_+ T (I - T C_+ T)^{-1} T C_+`. If the matrix in the middle is not positive definite,
+    there is no such posterior, and the result is NaN.
     """
-    # Not quite zero, where the root has no derivative; everything depends on its square only.
+    # Not exactly zero, where the root has no derivative; everything depends on its square only.
     S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
     eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
     chol = scaled_cholesky(eye + S * covariance * S.mT, strict=strict)
@@ -162,7 +162,7 @@ def _roots(
 def _reduce(
     covariance: Tensor, beta: Tensor, r: Tensor, signed: bool, strict: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``gain``, ``root C``, ``sign`` and the log determinant; without the roots if it can be."""
+    """Return ``gain``, ``root C``, ``sign`` and the log determinant; no roots if possible."""
     if signed:
         root, sign, log_det = _roots(covariance, beta, signed, strict)
         reduction = root @ covariance
@@ -178,16 +178,16 @@ def _reduce(
 
 
 def _log_det(chol: Tensor) -> Tensor:
-    """Log determinant of the matrix whose Cholesky factor is given."""
+    """Return the log determinant of a matrix, given its Cholesky factor."""
     return 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def _attach_gradient(step: Callable[[Sites], Sites], solution: Sites) -> Sites:
     r"""Give the solution of ``s = step(s)`` its gradient, by the implicit function theorem.
 
-    With :math:`s = F(s, \phi)`, :math:`\dot s = (I - F_s)^{-1} F_\phi \dot\phi`. One
-    evaluation of ``step`` carries :math:`F_\phi`; the inverse is applied to the incoming gradient
-    by iteration, at the cost of a few more backward passes of size ``q``.
+    With :math:`s = F(s, \phi)`, :math:`\dot s = (I - F_s)^{-1} F_\phi \dot\phi`. One evaluation of
+    ``step`` provides :math:`F_\phi`. The inverse is applied to the incoming gradient by iteration,
+    at the cost of a few more backward passes of size ``q``.
     """
     if not torch.is_grad_enabled():
         return solution
@@ -204,14 +204,14 @@ def _attach_gradient(step: Callable[[Sites], Sites], solution: Sites) -> Sites:
 
 
 class _ImplicitGradient(torch.autograd.Function):
-    """The solution ``s = F(s)``, with the graph of ``F``; backward solves ``v = g + F_s^T v``."""
+    """Return the solution of ``s = F(s)`` with a gradient; backward solves ``v = g + F_s^T v``."""
 
     @staticmethod
     def forward(
         ctx: Any, transposed_jacobian: Any, solution: Sites, lam: Tensor, beta: Tensor
     ) -> Any:
         ctx.transposed_jacobian = transposed_jacobian
-        # Not F's value, which need not have a posterior if the iteration was stopped early.
+        # Not F's value, which may have no posterior if the iteration was stopped early.
         return solution.lam.expand_as(lam).clone(), solution.beta.expand_as(beta).clone()
 
     @staticmethod
@@ -223,7 +223,7 @@ class _ImplicitGradient(torch.autograd.Function):
             size = max(float(r.abs().max()) for r in residuals)
             if size <= 1e-10 * max(float(u.abs().max()) for u in v) or size == 0:
                 break
-            if size > previous:  # the plain iteration does not contract: damp it
+            if size > previous:  # the plain iteration does not contract, so damp it
                 rho /= 2
             previous = size
             v = [u + rho * r for u, r in zip(v, residuals, strict=True)]

@@ -1,15 +1,14 @@
 r"""Duals: the sites of any number of observations, tied to ``m`` inducing points.
 
-In the kernel's basis the tied duals are
-:math:`\lambda = \sum_i k_{zi} \lambda_i` and :math:`B = \sum_i k_{zi} \beta_i k_{iz}`. We keep
-them whitened,
+In the kernel's basis the tied duals are :math:`\lambda = \sum_i k_{zi} \lambda_i` and
+:math:`B = \sum_i k_{zi} \beta_i k_{iz}`. They are stored in whitened form,
 
 .. math::
     \lambda_w = L^{-1} \lambda = A \lambda_{1:n}, \qquad
-    B_w = L^{-1} B L^{-T} = A \operatorname{diag}(\beta_{1:n}) A^T,
+    B_w = L^{-1} B L^{-T} = A \operatorname{diag}(\beta_{1:n}) A^T.
 
-which are the natural parameters of q minus those of the prior, for inducing values
-:math:`u = \mu_z + L v`. They are sums over data: chunks, shards and batches just add.
+For inducing values :math:`u = \mu_z + L v`, these are the natural parameters of q minus those of
+the prior. They are sums over data, so those of chunks, shards and batches are simply added.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from seqgp.dual.sites import Sites
 
-#: How many rows of a symmetric product are computed at once.
+#: Number of rows of a symmetric product that are computed at once.
 GRAM_BLOCK = 100
 
 
@@ -42,13 +41,13 @@ Pair = TypeVar("Pair", Duals, Sites)
 
 
 def zero_duals(like: Tensor, num_inducing: int, batch_shape: Sequence[int] = ()) -> Duals:
-    """The duals of no data at all, on the device and of the dtype of ``like``."""
+    """Return the duals of no data, on the device and of the dtype of ``like``."""
     lam = torch.zeros(*batch_shape, num_inducing, dtype=like.dtype, device=like.device)
     return Duals(lam, torch.diag_embed(lam))
 
 
 def tie(A: Tensor, sites: Sites) -> Duals:
-    """The duals of ``n`` sites.
+    """Return the duals of ``n`` sites.
 
     Args:
         A: ``... x m x n`` whitened cross-covariance.
@@ -57,7 +56,7 @@ def tie(A: Tensor, sites: Sites) -> Duals:
     lam = (A @ sites.lam.unsqueeze(-1)).squeeze(-1)
     beta = sites.beta
     if A.shape[:-2].numel() == 1 and beta.shape[:-1].numel() > 1:
-        # Latents that share a prior: one after the other, so that no copy of A for each is made.
+        # Latents that share a prior are processed one at a time, to avoid a copy of A for each.
         shared = A.reshape(A.shape[-2:])
         B = torch.stack([weighted_gram(shared, row) for row in beta.flatten(0, -2)])
         return Duals(lam, B.reshape(*beta.shape[:-1], *B.shape[-2:]))
@@ -65,7 +64,7 @@ def tie(A: Tensor, sites: Sites) -> Duals:
 
 
 def weighted_gram(A: Tensor, weights: Tensor) -> Tensor:
-    """``A diag(weights) A^T``, of which products of large blocks leave out half: it is symmetric.
+    """Return the symmetric ``A diag(weights) A^T``; about half of it is computed, and mirrored.
 
     Args:
         A: ``... x m x n``.
@@ -85,11 +84,11 @@ def weighted_gram(A: Tensor, weights: Tensor) -> Tensor:
 
 
 def accumulate(chunks: Iterable[tuple[Tensor, Sites]], start: Duals) -> Duals:
-    """``start`` plus the duals of chunks of data, of which only one is in memory at a time.
+    """Add the duals of chunks of data to ``start``, with one chunk in memory at a time.
 
     Args:
         chunks: Pairs of a whitened cross-covariance ``... x m x n_k`` and its sites.
-        start: The duals to begin with, `zero_duals` for none.
+        start: The duals to start from; `zero_duals` for none.
     """
     for A, chunk in chunks:
         start = add(start, tie(A, chunk))
@@ -97,16 +96,16 @@ def accumulate(chunks: Iterable[tuple[Tensor, Sites]], start: Duals) -> Duals:
 
 
 def add(a: Duals, b: Duals) -> Duals:
-    """The duals of two disjoint sets of data together."""
+    """Return the duals of the union of two disjoint data sets."""
     return Duals(a.lam + b.lam, a.B + b.B)
 
 
 def interpolate(a: Pair, b: Pair, rho: float | Tensor) -> Pair:
-    """``(1 - rho) a + rho b``, the natural-gradient step, for duals as for sites.
+    """Return ``(1 - rho) a + rho b``, a natural-gradient step, for duals or sites.
 
     Args:
-        a: Where the step starts.
-        b: Where a full step leads.
+        a: The start of the step.
+        b: The end of a full step.
         rho: The step size, or one for each member of the batch.
     """
     pairs = zip(a, b, strict=True)
@@ -116,5 +115,5 @@ def interpolate(a: Pair, b: Pair, rho: float | Tensor) -> Pair:
 
 
 def align(batch: Tensor, tensor: Tensor) -> Tensor:
-    """``batch`` with trailing singleton dimensions, so that it broadcasts against ``tensor``."""
+    """Add trailing singleton dimensions to ``batch``, so that it broadcasts against ``tensor``."""
     return batch.reshape(*batch.shape, *[1] * (tensor.dim() - batch.dim()))

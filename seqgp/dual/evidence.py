@@ -1,15 +1,13 @@
 r"""The evidence of fixed sites, with closed-form derivatives.
 
-Whatever is known of a function :math:`f` is a set of sites :math:`\exp(\lambda_i g_i - \tfrac12
-\beta_i g_i^2)` on linear functionals :math:`h_i` of it (`seqgp.variational.prior_blocks`), with
-:math:`g_i = h_i - E[h_i]`. Their evidence under a sparse prior is
+A posterior over a function :math:`f` is given by sites :math:`\exp(\lambda_i g_i - \tfrac12 \beta_i
+g_i^2)` on linear functionals :math:`h_i` of it (`seqgp.variational.prior_blocks`), where
+:math:`g_i = h_i - E[h_i]`. The evidence of the sites under a sparse prior is
 
 .. math::
     F = \tfrac12 \lambda_w^T W^{-1} \lambda_w - \tfrac12 \log|W|
         - \tfrac12 \sum_i \beta_i (\operatorname{var} h_i - |A_i|^2), \qquad
     A = L^{-1} K_{zh}, \; W = I + A \beta A^T, \; \lambda_w = A \lambda,
-
-a function of :math:`(K_{zz}, K_{zh}, \operatorname{var} h)` and of the sites only. With
 :math:`B_w = A \beta A^T`, :math:`\mu = W^{-1} \lambda_w`, :math:`D = I - W^{-1} = W^{-1} B_w`,
 posterior means :math:`\bar g = A^T \mu` and variances :math:`v`,
 
@@ -20,8 +18,8 @@ posterior means :math:`\bar g = A^T \mu` and variances :math:`v`,
     \partial_\lambda F = \bar g, \quad
     \partial_\beta F = -\tfrac12 (\bar g^2 + v).
 
-as :math:`D B_w = D W - D = B_w - D`. So three products of :math:`m \times n` matrices are all that
-value and derivatives take: two for :math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
+since :math:`D B_w = D W - D = B_w - D`. So value and derivatives only take three products of
+:math:`m \times n` matrices: two for :math:`A` and :math:`B_w`, and one with :math:`L^{-T} D`.
 
 If the inducing points are the inputs, :math:`A = L^T` is known and the evidence is that of the
 exact GP, from one Cholesky factor (`exact_evidence`).
@@ -44,7 +42,7 @@ from seqgp.dual.sites import Sites
 
 
 class Block(NamedTuple):
-    """Some of the functionals that sites are about, and the sites themselves.
+    """Some functionals, and their sites.
 
     Attributes:
         cross: ``... x m x n``, their prior covariance with the inducing values.
@@ -59,7 +57,7 @@ class Block(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The evidence of sites, and the posterior that they lead to.
+    """The evidence of sites, and the posterior that they imply.
 
     Attributes:
         value: ``...``, the evidence, differentiable.
@@ -78,7 +76,7 @@ def evidence(
     jitter: float = 0.0,
     ranks: Ranks = ALONE,
 ) -> Evidence:
-    """The evidence of fixed sites under a sparse prior.
+    """Return the evidence of fixed sites under a sparse prior.
 
     Args:
         covariance: ``... x m x m`` prior covariance of the inducing values.
@@ -87,7 +85,7 @@ def evidence(
         whitened: ``A = L^-1 cross`` of each block, without a graph.
         jitter: The relative jitter that is part of ``L``.
         ranks: The processes that share the functionals of the first block. The others are common to
-            all of them. The value is that of all; derivatives are this rank's share of them.
+            all. The value is the total; derivatives are this rank's share of it.
     """
     with torch.no_grad():
         traces = [(block.sites.beta * block.variance).sum(-1) for block in blocks]
@@ -109,7 +107,7 @@ def evidence(
 
 
 class _Evidence(torch.autograd.Function):
-    """The derivatives at the top of this file, block by block."""
+    """The evidence, with the derivatives at the top of this file, block by block."""
 
     @staticmethod
     def forward(ctx: Any, fixed: Any, covariance: Tensor, *flat: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ class _Evidence(torch.autograd.Function):
 
 
 class _Common(NamedTuple):
-    """What the derivatives of all blocks have in common."""
+    """The quantities that the derivatives of all blocks share."""
 
     outer: Tensor  # ... x 1, the incoming gradient
     mean: Tensor  # ... x m, mu
@@ -156,7 +154,7 @@ class _Common(NamedTuple):
     matrix: Tensor  # ... x m x m, L^-T D
 
     def of_each(self, shape: torch.Size) -> Iterator[_Common]:
-        """One after the other, of a batch of the given shape."""
+        """Iterate over the members of a batch of the given shape."""
         m = self.mean.shape[-1]
         yield from map(
             _Common,
@@ -168,7 +166,7 @@ class _Common(NamedTuple):
 
 
 def _reduce(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient summed to the shape of what it belongs to, which may have leading ones."""
+    """Sum a gradient to the shape of its tensor, which may have leading ones."""
     missing = len(shape) - gradient.dim()
     return gradient.reshape(*[1] * missing, *gradient.shape).sum_to_size(shape)
 
@@ -176,12 +174,12 @@ def _reduce(gradient: Tensor, shape: torch.Size) -> Tensor:
 def _derivatives(
     A: Tensor, block: Block, common: _Common, wants_beta: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Derivatives with respect to a block's cross-covariance, variance and sites."""
+    """Return derivatives with respect to a block's cross-covariance, variance and sites."""
     cross, variance, (lam, beta) = block
     outer, mean, weights, matrix = common
     shape = broadcast_shapes(matrix.shape[:-2], lam.shape[:-1], outer.shape[:-1])
     if A.shape[:-2].numel() == 1 and shape.numel() > 1:
-        # Latents that share a prior: one after the other, so that no copy of A for each is made.
+        # Latents that share a prior are processed one at a time, to avoid a copy of A for each.
         m, n = A.shape[-2:]
         A, cross = A.reshape(m, n), cross.reshape(m, n)
         variance, lam, beta = (
@@ -219,7 +217,7 @@ def unexplained_total(
     chol: Tensor,
     jitter: float = 0.0,
 ) -> Tensor:
-    r"""A weighted sum of the variances that some values leave unexplained of others.
+    r"""Return the weighted sum of the variances that some values do not explain of functionals.
 
     With :math:`E = K^{-1} K_{zh}`, :math:`T = \sum_i w_i (\operatorname{var} h_i - k_i^T E_i)`, and
 
@@ -259,7 +257,7 @@ class _UnexplainedTotal(torch.autograd.Function):
         weights, E = ctx.saved_tensors
         own, cross, variance = ctx.shapes
         weights = outer.unsqueeze(-1) * weights
-        # Summed first: latents may share their prior.
+        # Sum first: latents may share their prior.
         common = _reduce(weights, torch.Size([*cross[:-2], cross[-1]]))
         weighted = E * common.unsqueeze(-2)
         d_covariance = weighted @ E.mT
@@ -270,7 +268,7 @@ class _UnexplainedTotal(torch.autograd.Function):
 
 
 def exact_evidence(covariance: Tensor, sites: Sites) -> Tensor:
-    r"""The evidence of sites of precisions of at least zero on values with a given covariance.
+    r"""Return the evidence of sites with nonnegative precisions on values with given covariance.
 
     With :math:`S = \beta^{1/2}`, :math:`M = I + S K S` and :math:`\alpha = (I + \beta K)^{-1}
     \lambda`,
@@ -287,13 +285,13 @@ def exact_evidence(covariance: Tensor, sites: Sites) -> Tensor:
 
 
 class _ExactEvidence(torch.autograd.Function):
-    """One Cholesky factor forward; its inverse backward."""
+    """The evidence from one Cholesky factor; backward uses its inverse."""
 
     @staticmethod
     def forward(ctx: Any, covariance: Tensor, lam: Tensor, beta: Tensor) -> Tensor:
         root = beta.sqrt()
         chol = precision_factor(covariance, root)
-        mean = (covariance @ lam.unsqueeze(-1)).squeeze(-1)  # of precisions of zero
+        mean = (covariance @ lam.unsqueeze(-1)).squeeze(-1)  # also valid for precisions of zero
         alpha = lam - root * _solve(chol, root * mean)
         ctx.save_for_backward(covariance, lam, beta, root, chol, alpha)
         log_det = chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -317,7 +315,7 @@ class _ExactEvidence(torch.autograd.Function):
 
 
 def gaussian_evidence(covariance: Tensor, residual: Tensor, noise: Tensor) -> Tensor:
-    r""":math:`\log N(r; 0, K + \operatorname{diag}(\sigma^2))`, from one Cholesky factor.
+    r"""Return :math:`\log N(r; 0, K + \operatorname{diag}(\sigma^2))`, from one Cholesky factor.
 
     Args:
         covariance: ``... x n x n``.
@@ -358,7 +356,7 @@ class _GaussianEvidence(torch.autograd.Function):
 
 
 def precision_factor(covariance: Tensor, root: Tensor) -> Tensor:
-    """Cholesky factor of ``I + S K S``, for ``... x n`` roots ``S`` of precisions."""
+    """Return the Cholesky factor of ``I + S K S``, for ``... x n`` roots ``S`` of precisions."""
     M = root.unsqueeze(-1) * covariance * root.unsqueeze(-2)
     M.diagonal(dim1=-2, dim2=-1).add_(1)
     return scaled_cholesky(M)

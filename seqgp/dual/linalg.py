@@ -1,4 +1,4 @@
-"""Cholesky factors and triangular solves, as everything else uses them."""
+"""Cholesky factors and triangular solves."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
-#: Default jitter, relative to the diagonal. float32 needs more: the rounding of a kernel matrix
-#: and of its factorisation grows with m, and m * 1.2e-7 is about 2e-5 at m = 200.
+#: Default jitter, relative to the diagonal. float32 needs more: the rounding error of a kernel
+#: matrix and of its factorisation grows with m, and m * 1.2e-7 is about 2e-5 at m = 200.
 RELATIVE_JITTER = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 
 def relative_jitter(dtype: torch.dtype) -> float:
-    """The default relative jitter for ``dtype``."""
+    """Return the default relative jitter for ``dtype``."""
     return RELATIVE_JITTER.get(dtype, 1e-3)
 
 
 def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -> Tensor:
-    r"""Cholesky factor of a positive semi-definite matrix, with jitter relative to its diagonal.
+    r"""Return the Cholesky factor of a matrix, with jitter relative to its diagonal.
 
     Returns :math:`\operatorname{chol}(K + \epsilon D)` with :math:`D = \operatorname{diag}(K)`,
     computed as :math:`D^{1/2} \operatorname{chol}(D^{-1/2} K D^{-1/2} + \epsilon I)`. The matrix
@@ -27,10 +27,10 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -
     depends on the scale of ``K``: a variance of 1e-4 and one of 1e4 are treated alike.
 
     Args:
-        matrix: A ``... x m x m`` tensor.
+        matrix: A positive semi-definite ``... x m x m`` tensor.
         jitter: The relative jitter :math:`\epsilon`.
-        strict: Whether a matrix that is not positive definite gives a factor of NaN, member by
-            member of a batch, instead of more jitter or an error.
+        strict: Whether a matrix that is not positive definite gives a factor of NaN, separately for
+            each member of a batch, instead of more jitter or an error.
 
     Returns:
         The ``... x m x m`` lower Cholesky factor.
@@ -50,28 +50,28 @@ def scaled_cholesky(matrix: Tensor, jitter: float = 0.0, strict: bool = False) -
 
 
 def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:
-    """``chol^-1 rhs`` for a lower triangular ``... x m x m`` factor and ``... x m x n`` columns."""
+    """Return ``chol^-1 rhs`` for a lower ``... x m x m`` factor and ``... x m x n`` columns."""
     return _solve(chol, rhs, upper=False)
 
 
 def solve_upper(chol: Tensor, rhs: Tensor) -> Tensor:
-    """``chol^-T rhs`` for a lower triangular ``... x m x m`` factor and ``... x m x n`` columns."""
+    """Return ``chol^-T rhs`` for a lower ``... x m x m`` factor and ``... x m x n`` columns."""
     return _solve(chol.mT, rhs, upper=True)
 
 
 def solve_cholesky(chol: Tensor, rhs: Tensor) -> Tensor:
-    """``(chol chol^T)^-1 rhs`` for ``... x m x n`` columns."""
+    """Return ``(chol chol^T)^-1 rhs`` for ``... x m x n`` columns."""
     return _solve(chol.mT, _solve(chol, rhs, upper=False), upper=True)
 
 
 def inverse_lower(chol: Tensor) -> Tensor:
-    """The inverse of a lower triangular ``... x m x m`` factor."""
+    """Return the inverse of a lower triangular ``... x m x m`` factor."""
     eye = torch.eye(chol.shape[-1], dtype=chol.dtype, device=chol.device)
     return torch.linalg.solve_triangular(chol, eye.expand_as(chol), upper=False)
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """As `torch.broadcast_shapes`, which takes a third of a millisecond.
+    """Return the same as `torch.broadcast_shapes`, which takes a third of a millisecond.
 
     Args:
         shapes: The shapes.
@@ -92,9 +92,9 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
 
 
 def _solve(factor: Tensor, rhs: Tensor, upper: bool) -> Tensor:
-    """Triangular solve; one factor against a batch of columns is one wide solve, not a loop."""
+    """Solve a triangular system; one factor with a batch of columns is one wide solve."""
     if factor.dim() > 2 or rhs.dim() == 2:
-        # Transposed, as LAPACK stores by columns: tensors that are stored by rows are not copied.
+        # Transposed, as LAPACK is column-major: row-major tensors are then not copied.
         solution = torch.linalg.solve_triangular(factor.mT, rhs.mT, upper=not upper, left=False)
         return solution.mT
     wide = rhs.movedim(-2, 0)  # m x ... x n

@@ -6,10 +6,10 @@ A natural-gradient step of size :math:`\rho` on the evidence lower bound is a co
     (\lambda_w, B_w) \leftarrow (1 - \rho)\, (\lambda_w, B_w)
         + \rho\, \Big[ (\lambda_w, B_w)_\text{base} + w \sum_i A_i\, \text{site}_i(q) \Big],
 
-where the sites are those of the observations under the current posterior, ``base`` stands for
-what is already known (nothing, or a summary of the past) and ``w`` for the size of the data over
-that of a minibatch. With a Gaussian likelihood the sites do not depend on the posterior, and one
-step with :math:`\rho = 1` is exact.
+where the sites are those of the observations under the current posterior, ``base`` holds the duals
+of earlier knowledge (zero, or a summary of the past), and ``w`` is the size of the data over that
+of a minibatch. With a Gaussian likelihood the sites do not depend on the posterior, and one step
+with :math:`\rho = 1` is exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from seqgp.dual.posterior import (
 )
 from seqgp.dual.sites import Expectations, Sites, sites
 
-#: A relative change of the sites that is more than rounding and worth a warning.
+#: A relative change of the sites above this is more than rounding, and leads to a warning.
 _STUCK = 1e-3
 
 #: Maps marginal means and variances, ``... x n``, to expectations of the same shape.
@@ -46,7 +46,7 @@ Evaluate = Callable[[Tensor, Tensor], Expectations]
 
 
 class Batch(NamedTuple):
-    """Observations as the natural gradient sees them.
+    """Observations in the form that the natural gradient needs.
 
     Attributes:
         A: ``... x m x n`` whitened cross-covariance.
@@ -61,17 +61,17 @@ class Batch(NamedTuple):
     evaluate: Evaluate
 
     def detach(self) -> Batch:
-        """The same without the graph of the hyperparameters."""
+        """Detach all tensors from the graph of the hyperparameters."""
         A, unexplained, prior_mean, evaluate = self
         return Batch(A.detach(), unexplained.detach(), prior_mean.detach(), evaluate)
 
 
 class Convergence(NamedTuple):
-    """How a fixed-point iteration ended.
+    """The result of a fixed-point iteration.
 
     Attributes:
-        steps: Evaluations of the fixed-point map.
-        residual: ``...``, relative size of the step that was left to make.
+        steps: Number of evaluations of the fixed-point map.
+        residual: ``...``, relative size of the remaining step.
         elbo: ``...``, the bound that the iteration maximises.
         converged: Whether every member of the batch met the tolerance.
     """
@@ -92,18 +92,18 @@ def natural_gradient_target(
     strict: bool = False,
     ranks: Ranks = ALONE,
 ) -> tuple[Duals, Tensor]:
-    """The duals that a full natural-gradient step leads to, and the bound at the present ones.
+    """Return the duals after a full natural-gradient step, and the bound at the present ones.
 
     Args:
         duals: The present duals.
-        batches: The observations, in chunks; one pass is made.
-        base: Duals of what is already known, added to those of the observations.
+        batches: The observations, in chunks; there is one pass over them.
+        base: Duals of earlier knowledge, which are added to those of the observations.
         weight: Factor for the observations' sites and log likelihood (minibatches).
-        latent_dims: How many trailing batch dimensions are latent functions of one model, over
-            which the bound is summed.
-        min_precision: Floor for the sites' precision, see `seqgp.dual.sites.precision_floor`.
-        strict: Whether duals that no posterior belongs to have a bound of NaN; always so without a
-            floor.
+        latent_dims: Number of trailing batch dimensions that are latent functions of one model; the
+            bound is summed over them.
+        min_precision: Lower limit for the sites' precision, see `seqgp.dual.sites.precision_floor`.
+        strict: Whether duals without a posterior have a bound of NaN. Without ``min_precision``,
+            they always do.
         ranks: The processes that share the observations; the batches are those of this one.
 
     Returns:
@@ -134,13 +134,13 @@ def natural_gradient_target(
 def _added_up(
     own: Duals | None, log_prob: Tensor, base: Duals | None, like: Duals, ranks: Ranks
 ) -> tuple[Duals, Tensor]:
-    """Duals and log probabilities of the observations of all ranks, on top of what is known.
+    """Sum duals and log probabilities over all ranks, and add the base.
 
     Args:
-        own: The duals of this rank's observations; if it is alone, on top of what is known.
+        own: The duals of this rank's observations; with a single rank, including the base.
         log_prob: Their log probability.
-        base: What is known.
-        like: Duals of the right shape, for none.
+        base: Duals of earlier knowledge.
+        like: Duals of the right shape, in case there are none.
         ranks: The processes that share the observations.
     """
     if own is None:  # no data
@@ -162,11 +162,11 @@ def natural_gradient_step(
     min_precision: float | None = 0.0,
     ranks: Ranks = ALONE,
 ) -> tuple[Duals, Tensor]:
-    """One damped step of size ``rho``; arguments as for `natural_gradient_target`.
+    """Take one damped step of size ``rho``; see `natural_gradient_target` for the arguments.
 
     Returns:
-        The new duals, and the bound at the old ones. Without a floor, a step that would leave no
-        posterior is shortened until there is one.
+        The new duals, and the bound at the old ones. Without ``min_precision``, a step after which
+        there would be no posterior is shortened until there is one.
     """
     target, bound = natural_gradient_target(
         duals, batches, base, weight, latent_dims, min_precision, ranks=ranks
@@ -182,12 +182,12 @@ def natural_gradient_step(
 def conjugate_duals(
     batches: Iterable[Batch], base: Duals | None, like: Duals, ranks: Ranks = ALONE
 ) -> tuple[Duals, Factors, Tensor]:
-    r"""The duals of observations whose sites do not depend on the posterior, in one pass.
+    r"""Return the duals of observations whose sites do not depend on the posterior, in one pass.
 
     Args:
         batches: The observations, in chunks.
-        base: Duals of what is already known.
-        like: Duals of the right shape, for none.
+        base: Duals of earlier knowledge.
+        like: Duals of the right shape, in case there are no observations.
         ranks: The processes that share the observations.
 
     Returns:
@@ -222,18 +222,19 @@ def converge(
     max_steps: int = 100,
     ranks: Ranks = ALONE,
 ) -> tuple[Duals, Convergence]:
-    """Natural-gradient steps until the duals are those of their own posterior's sites.
+    """Take natural-gradient steps until the duals are those of their own posterior's sites.
 
     Args:
-        duals: Where to start.
-        batches: Called for each step: the observations in chunks.
-        base: Duals of what is already known.
-        conjugate: The sites do not depend on the posterior: one step, and one for the bound.
-        latent_dims: As for `natural_gradient_target`.
-        min_precision: As for `natural_gradient_target`.
-        rho: The largest step.
+        duals: The duals to start from.
+        batches: Returns the observations in chunks; called for each step.
+        base: Duals of earlier knowledge.
+        conjugate: Whether the sites do not depend on the posterior. Then there is one step, and a
+            pass for the bound.
+        latent_dims: See `natural_gradient_target`.
+        min_precision: See `natural_gradient_target`.
+        rho: The maximum step size.
         tol: Relative change of the duals at which to stop.
-        max_steps: Passes over the data at which to stop.
+        max_steps: The maximum number of passes over the data.
         ranks: The processes that share the observations.
     """
 
@@ -257,10 +258,10 @@ def converge_sites(
     max_steps: int = 100,
     ranks: Ranks = ALONE,
 ) -> Sites:
-    r"""The sites of one batch of observations at the fixed point, instead of their duals.
+    r"""Return the sites of one batch of observations at the fixed point, instead of their duals.
 
-    The same iteration as `converge`, on ``n`` sites instead of an ``m x m`` matrix. With
-    :math:`t_i` for the sites and :math:`Z` for their evidence, the bound is
+    This is the same iteration as in `converge`, but on ``n`` sites instead of an ``m x m`` matrix.
+    With :math:`t_i` for the sites and :math:`Z` for their evidence, the bound is
 
     .. math::
         \sum_i E_q[\log p(y_i | f_i)] - E_q[\log t_i(f_i)] + \log Z.
@@ -268,13 +269,13 @@ def converge_sites(
     Args:
         batch: All observations.
         start: Sites to start from; by default those under the prior.
-        base: Duals of what is already known.
-        conjugate: As for `converge`.
-        latent_dims: As for `natural_gradient_target`.
-        min_precision: As for `natural_gradient_target`.
-        rho: As for `converge`.
-        tol: As for `converge`.
-        max_steps: As for `converge`.
+        base: Duals of earlier knowledge.
+        conjugate: See `converge`.
+        latent_dims: See `natural_gradient_target`.
+        min_precision: See `natural_gradient_target`.
+        rho: See `converge`.
+        tol: See `converge`.
+        max_steps: See `converge`.
         ranks: The processes that share the observations; sites are those of this one.
     """
     A, unexplained, prior_mean, evaluate = batch
@@ -301,12 +302,12 @@ def converge_sites(
             bound = bound.sum(tuple(range(-latent_dims, 0)))
         return sites(expected, mean, min_precision), log_prob + bound
 
-    # The state has the batch shape of the bound and, if there are several, the latents.
+    # The state has the batch shape of the bound, and that of the latents if there are several.
     shape = broadcast_shapes(start.lam.shape, A.shape[:-2] + A.shape[-1:])
     if base is not None:
         shape = broadcast_shapes(shape, (*base.lam.shape[:-1], shape[-1]))
     start = Sites(start.lam.expand(shape), start.beta.expand(shape))
-    # Where precisions may be negative, the target of a state need not have a posterior.
+    # If precisions may be negative, the target of a state may have no posterior.
     state, _ = fixed_point(
         step, start, False, rho, tol, max_steps, ranks=ranks, ahead_of_tol=not signed
     )
@@ -320,10 +321,10 @@ def _tied(A: Tensor, state: Sites, base: Duals | None, ranks: Ranks) -> Duals:
 
 @contextmanager
 def step_limit(max_steps: int | None) -> Iterator[int]:
-    """The largest number of steps; suppresses the non-convergence warning if one was given.
+    """Yield the maximum number of steps; suppress the convergence warning if the user set it.
 
     Args:
-        max_steps: The limit that the user gave; ``None`` for 100, with a warning.
+        max_steps: The user's limit; ``None`` for 100, with a warning.
     """
     if max_steps is None:
         yield 100
@@ -343,29 +344,30 @@ def fixed_point(
     ranks: Ranks = ALONE,
     ahead_of_tol: bool = False,
 ) -> tuple[Pair, Convergence]:
-    r"""Solve ``state = target(state)`` by accelerated iteration that does not lower the bound.
+    r"""Solve ``state = target(state)`` by an accelerated iteration that does not lower the bound.
 
     Each member of the batch has its own step size. Plain steps go from the state towards its
-    target, along the natural gradient, so some step raises the bound. The step is halved when it
-    would lower the bound (or end where there is none), and after a successful one it is that which
-    would have solved the equation had ``target`` been linear along the residual :math:`r`, the
-    secant step :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, but at most
-    ``rho``. Once there are steps to learn from, Anderson's extrapolation of them is tried; if it
-    would lower the bound, they are forgotten and a plain step is made. A member is finished when
-    its target differs from its state by less than ``tol``, relative to `_Layout.scale`.
+    target, along the natural gradient, so a step that is small enough raises the bound. A step is
+    halved if it would lower the bound (or end where there is none). After a successful step, the
+    next size is that which would have solved the equation if ``target`` were linear along the
+    residual :math:`r`. This is the secant step
+    :math:`\rho \, \langle r, r \rangle / \langle r, r - r' \rangle`, limited to ``rho``. Once there
+    are steps to learn from, Anderson extrapolation is tried. If it would lower the bound, these
+    steps are discarded and a plain step is made. A member has converged when its target differs
+    from its state by less than ``tol``, relative to `_Layout.scale`.
 
     Args:
         step: Maps a state to its target and to the bound at the state (``...``, the batch shape).
-            Its second argument says that the state may be one without a posterior, for which the
+            Its second argument tells whether the state may have no posterior, in which case the
             bound is NaN.
-        state: Where to start: a pair of tensors with leading batch shape ``...``.
-        conjugate: The target does not depend on the state: take it.
-        rho: The largest step size.
+        state: The state to start from: a pair of tensors with leading batch shape ``...``.
+        conjugate: Whether the target does not depend on the state. Then it is the solution.
+        rho: The maximum step size.
         tol: The relative tolerance.
-        max_steps: The largest number of calls to ``step``.
-        ranks: Processes each of which has some elements of the state. Bounds are those of all.
-        ahead_of_tol: Whether to return the target of the final state if that is within the
-            tolerance. It costs nothing more, and plain steps mostly bring it closer.
+        max_steps: The maximum number of calls to ``step``.
+        ranks: The processes, each of which has some elements of the state. Bounds are totals.
+        ahead_of_tol: Whether to return the target of the final state, if that is within the
+            tolerance. This has no extra cost, and the target is mostly closer to the solution.
     """
     target, bound = step(state, False)
     if conjugate:
@@ -388,7 +390,7 @@ def fixed_point(
         active = unfinished & (rhos > smallest)
         accelerated = active & history.usable()
         plain = active & ~accelerated
-        # All decisions of a step wait for the device once.
+        # All decisions of a step, with one host synchronisation.
         flags = torch.stack([plain, accelerated, unfinished], -1).reshape(-1, 3).any(0)
         goes_plainly, extrapolates, is_left = flags.cpu().tolist()
         if not (goes_plainly or extrapolates) or steps >= max_steps:
@@ -431,12 +433,12 @@ def fixed_point(
 
 
 class _Layout(Generic[Pair]):
-    """Pairs of tensors as vectors, one for each member of the batch.
+    """A layout of pairs of tensors as vectors, one vector for each member of the batch.
 
     Args:
-        like: A pair of the shapes that are to be packed, with leading batch dimensions.
-        batch_dims: The number of these.
-        ranks: Processes each of which has some elements of the tensors.
+        like: A pair of the shapes to be packed, with leading batch dimensions.
+        batch_dims: The number of batch dimensions.
+        ranks: The processes, each of which has some elements of the tensors.
     """
 
     def __init__(self, like: Pair, batch_dims: int, ranks: Ranks) -> None:
@@ -447,20 +449,21 @@ class _Layout(Generic[Pair]):
         self.sizes = [shape.numel() for shape in self.shapes]
 
     def pack(self, pair: Pair) -> Tensor:
-        """``... x k``, all elements of both tensors."""
+        """Return ``... x k``, all elements of both tensors."""
         return torch.cat([tensor.flatten(self.batch_dims) for tensor in pair], -1)
 
     def unpack(self, vector: Tensor) -> Pair:
-        """The pair that a vector stands for."""
+        """Return the pair that a vector was packed from."""
         parts = zip(vector.split(self.sizes, -1), self.shapes, strict=True)
         return self.kind(*(part.reshape(*part.shape[:-1], *shape) for part, shape in parts))
 
     def scale(self, state: Tensor, target: Tensor) -> Tensor:
-        """``... x k``, what a change of each element is compared with.
+        """Return ``... x k``, the scale that a change of each element is compared with.
 
-        The largest element of its tensor before or after (labels of which a state is too certain
-        have sites that vanish), or for natural means the root of the largest precision if that is
-        more: they may cancel, as those of as many ones as zeros at the same input do.
+        This is the largest element of the tensor before or after the step. (The sites of labels
+        that a state is too certain of vanish.) For natural means, it is the root of the largest
+        precision if that is larger, because natural means may cancel: those of equally many ones
+        and zeros at an input do.
         """
         smallest = torch.finfo(target.dtype).tiny
         lam, precision = torch.maximum(state.abs(), target.abs()).split(self.sizes, -1)
@@ -472,11 +475,11 @@ class _Layout(Generic[Pair]):
 
 
 class _History:
-    r"""The last few steps of an iteration, for Anderson's extrapolation.
+    r"""The last few steps of an iteration, for Anderson extrapolation.
 
     With changes of states :math:`\Delta S` and of residuals :math:`\Delta R` as columns, the next
     state is :math:`s + r - (\Delta S + \Delta R) \gamma`, where :math:`\gamma` minimises
-    :math:`|r - \Delta R \gamma|`: the solution, were the equation linear and had the steps spanned
+    :math:`|r - \Delta R \gamma|`. It is the solution if the equation is linear and the steps span
     the space. A step that a member of the batch did not make is a column of zeros.
     """
 
@@ -485,28 +488,28 @@ class _History:
     def __init__(self, bound: Tensor, ranks: Ranks) -> None:
         self.ranks = ranks
         self.none = torch.zeros_like(bound, dtype=torch.bool)
-        # The sum of move and change of the residual, the latter, and which members of the batch
-        # have made the step.
+        # For each step: the sum of step and change of the residual, the change of the residual, and
+        # which members of the batch made the step.
         self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def usable(self) -> Tensor:
-        """Which members of the batch have steps to learn from."""
+        """Return which members of the batch have steps to learn from."""
         if not self.steps:
             return self.none
         return torch.stack([made for _, _, made in self.steps]).any(0)
 
     def forget(self, members: Tensor) -> None:
-        """Forget all steps of some members."""
+        """Discard all steps of some members."""
         self.steps = [(total, change, made & ~members) for total, change, made in self.steps]
 
     def remember(self, members: Tensor, move: Tensor, change: Tensor) -> None:
-        """Remember a step of some members, and how it changed the residual."""
+        """Record a step of some members, and the change of the residual."""
         made = members.unsqueeze(-1)
         latest = torch.where(made, move + change, 0.0), torch.where(made, change, 0.0), members
         self.steps = [*self.steps, latest][-self.depth :]
 
     def extrapolate(self, target: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
-        """The next state; the residual is divided by the scale already."""
+        """Return the next state; the residual must already be divided by the scale."""
         totals, changes = (torch.stack([step[i] for step in self.steps], -2) for i in (0, 1))
         made = torch.stack([made for _, _, made in self.steps], -1).unsqueeze(-1)
         changes = changes / scale.unsqueeze(-2)
@@ -515,7 +518,7 @@ class _History:
         made = made & (size > 0)
         size = torch.where(made, size, 1.0)
         gram = torch.where(made & made.mT, gram / (size * size.mT), 0.0)
-        # A little ridge for steps that are nearly parallel, and ones for those not made.
+        # A small ridge for steps that are nearly parallel, and ones for steps that were not made.
         ridge = torch.where(made, torch.finfo(gram.dtype).eps ** (2 / 3), 1.0).to(gram)
         product = torch.where(made, product / size, 0.0)
         gamma = torch.linalg.solve_ex(gram + torch.diag_embed(ridge.squeeze(-1)), product).result
@@ -523,19 +526,19 @@ class _History:
 
 
 def without_nan(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments that any likelihood accepts, also where there is no posterior (and no bound)."""
+    """Replace NaN in moments where there is no posterior (and no bound) by valid values."""
     return mean.nan_to_num(), variance.nan_to_num(nan=1.0)
 
 
 def _largest(vectors: Tensor) -> Tensor:
-    """The largest absolute value of each of ``... x k`` vectors; zero if there are no elements."""
+    """Return the largest absolute value of each of ``... x k`` vectors; zero if they are empty."""
     if vectors.shape[-1] == 0:
         return vectors.new_zeros(vectors.shape[:-1])
     return vectors.abs().amax(-1)
 
 
 def _secant(before: Tensor, after: Tensor, rhos: Tensor, ranks: Ranks) -> Tensor:
-    """The step size that the residuals before and after a step suggest; at least a quarter."""
+    """Return the step size suggested by the residuals before and after a step; at least 1/4."""
     square, product = ranks.sum(before.square().sum(-1), (before * (before - after)).sum(-1))
     step = torch.where(product > 0, rhos * square / product, torch.inf)
     return torch.maximum(step, rhos / 4)

@@ -1,4 +1,4 @@
-r"""The whitened posterior as a function of duals whose derivative is the natural gradient.
+r"""The whitened posterior as a function of its duals, with natural gradients.
 
 Duals are natural parameters, :math:`\eta_1 = \lambda_w` and :math:`\eta_2 = -\tfrac12 (I + B_w)`.
 The natural gradient of a loss with respect to them is its gradient with respect to the expectation
@@ -9,8 +9,8 @@ parameters :math:`\mu` and :math:`S + \mu \mu^T`. With :math:`S = W^{-1}`, :math
     \tilde\nabla_{\lambda_w} = \partial_\mu \ell - 2 (\partial_S \ell) \mu, \qquad
     \tilde\nabla_{B_w} = -2 \, \partial_S \ell,
 
-where :math:`\Phi` takes the lower triangle and half of the diagonal. The loss can be anything:
-whatever is computed from the posterior is differentiated by autograd, as often as it is used.
+where :math:`\Phi` takes the lower triangle and half of the diagonal. The loss can be any function
+of the posterior: autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seqgp.dual.posterior import Factors, factorise, has_posterior
 
 
 def natural_factors(duals: Duals) -> Factors:
-    """The posterior of some duals; a backward pass leaves natural gradients with the duals.
+    """Return the posterior of some duals, which receive natural gradients in a backward pass.
 
     Args:
         duals: The duals.
@@ -48,7 +48,7 @@ class _NaturalFactors(torch.autograd.Function):
 
 
 def natural_gradients(factors: Factors, gradients: Factors) -> Duals:
-    """Natural gradients with respect to the duals.
+    """Return natural gradients with respect to the duals.
 
     Args:
         factors: The posterior.
@@ -62,7 +62,7 @@ def natural_gradients(factors: Factors, gradients: Factors) -> Duals:
 
 
 def shortened_step(duals: Duals, gradients: Duals, size: float) -> Duals:
-    """A step down the gradients, halved until there is a posterior.
+    """Take a step down the gradients, halved until there is a posterior.
 
     Args:
         duals: The duals.

@@ -1,7 +1,7 @@
-r"""The posterior that duals imply, in the whitened form.
+r"""The posterior that duals imply, in whitened form.
 
-With :math:`W = I + B_w = R R^T`, whose eigenvalues are at least one if no site's precision is
-negative,
+Let :math:`W = I + B_w = R R^T`. Its eigenvalues are at least one if no site has negative precision.
+Then
 
 .. math::
     q(v) &= N(W^{-1} \lambda_w, W^{-1}), \\
@@ -37,11 +37,11 @@ class Factors(NamedTuple):
 
 
 def factorise(duals: Duals, strict: bool = False) -> Factors:
-    """The whitened posterior of some duals: one Cholesky factorisation.
+    """Return the whitened posterior of some duals, with one Cholesky factorisation.
 
     Args:
         duals: The duals.
-        strict: Whether duals that no posterior belongs to give NaN instead of an error.
+        strict: Whether duals without a posterior give NaN instead of an error.
     """
     eye = torch.eye(duals.lam.shape[-1], dtype=duals.B.dtype, device=duals.B.device)
     R = scaled_cholesky(duals.B + eye, strict=strict)
@@ -55,20 +55,20 @@ def has_posterior(duals: Duals) -> bool:
 
 
 def posterior_mean(A: Tensor, factors: Factors) -> Tensor:
-    """``E[f] - mu``, ``... x n``, for a whitened cross-covariance ``... x m x n``."""
+    """Return ``E[f] - mu``, ``... x n``, for a whitened cross-covariance ``... x m x n``."""
     return (A.mT @ factors.mean.unsqueeze(-1)).squeeze(-1)
 
 
 def unexplained_variance(A: Tensor, prior_variance: Tensor) -> Tensor:
-    """``k(x, x) - |A_x|^2 >= 0``, the part of the prior variance that Z does not explain."""
+    """Return ``k(x, x) - |A_x|^2 >= 0``, the prior variance that Z does not explain."""
     return (prior_variance - A.square().sum(-2)).clamp_min(0)
 
 
 def posterior_variance(A: Tensor, unexplained: Tensor, factors: Factors) -> Tensor:
-    """``Var[f]``, ``... x n``: a sum of two terms that are never negative."""
+    """Return ``Var[f]``, ``... x n``: a sum of two nonnegative terms."""
     R = factors.R
     if R.shape[:-2].numel() > 1 and A.shape[:-2].numel() == 1:
-        # Latents that share a prior: one after the other, so that no copy of A for each is made.
+        # Latents that share a prior are processed one at a time, to avoid a copy of A for each.
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
         inverses = solve_lower(R, eye.expand_as(R)).reshape(-1, *R.shape[-2:])
         shared = A.reshape(A.shape[-2:])
@@ -78,19 +78,19 @@ def posterior_variance(A: Tensor, unexplained: Tensor, factors: Factors) -> Tens
 
 
 def explained(A: Tensor, factors: Factors) -> Tensor:
-    """``(I - W^-1) A``, such that ``Cov[f_a, f_b] = k(a, b) - A_a^T explained(A_b)``."""
+    """Return ``(I - W^-1) A``, so that ``Cov[f_a, f_b] = k(a, b) - A_a^T explained(A_b)``."""
     return A - solve_cholesky(factors.R, A)
 
 
 def posterior_covariance(
     A_left: Tensor, A_right: Tensor, prior_covariance: Tensor, factors: Factors
 ) -> Tensor:
-    """``Cov[f_a, f_b]``, ``... x n_a x n_b``."""
+    """Return ``Cov[f_a, f_b]``, ``... x n_a x n_b``."""
     return prior_covariance - A_left.mT @ explained(A_right, factors)
 
 
 def kl_divergence(factors: Factors) -> Tensor:
-    """``KL[q(u) || p(u)]``, of the batch shape of the factors."""
+    """Return ``KL[q(u) || p(u)]``, of the batch shape of the factors."""
     R, mean = factors
     m = mean.shape[-1]
     eye = torch.eye(m, dtype=R.dtype, device=R.device)
@@ -100,18 +100,19 @@ def kl_divergence(factors: Factors) -> Tensor:
 
 
 def log_evidence(duals: Duals, factors: Factors) -> Tensor:
-    r""":math:`\log \int p(v) \exp(\lambda_w^T v - \tfrac12 v^T B_w v) dv`, of the batch shape.
+    r"""Return :math:`\log \int p(v) \exp(\lambda_w^T v - \tfrac12 v^T B_w v) dv`, batch-shaped.
 
-    Equal to :math:`E_q[\log t] - \mathrm{KL}[q \| p]` at the posterior itself.
+    This equals :math:`E_q[\log t] - \mathrm{KL}[q \| p]` at the posterior itself.
     """
     R, mean = factors
     return 0.5 * (duals.lam * mean).sum(-1) - R.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def expected_log_summary(duals: Duals, factors: Factors) -> Tensor:
-    r""":math:`E_q[\log t(u)]` of the pseudo-likelihood that ``duals`` stand for.
+    r"""Return :math:`E_q[\log t(u)]` of the pseudo-likelihood with the given duals.
 
-    :math:`t(u) = \exp(\lambda_w^T v - \tfrac12 v^T B_w v)`; of the batch shape of the factors.
+    :math:`t(u) = \exp(\lambda_w^T v - \tfrac12 v^T B_w v)`; the result has the batch shape of the
+    factors.
     """
     R, mean = factors
     linear = (duals.lam * mean).sum(-1)

@@ -1,17 +1,17 @@
-r"""Moving duals to other inducing points and other hyperparameters.
+r"""Projection of duals onto other inducing points and hyperparameters.
 
-Duals stand for a Gaussian pseudo-likelihood of the function values at the inducing points that
-they were made with, :math:`t(u_S) = \exp(e^T u_S - \tfrac12 u_S^T H u_S)` with
-:math:`e = K_S^{-1} \lambda` and :math:`H = K_S^{-1} B K_S^{-1}`. That function stays fixed when
-the kernel or the inducing points change. In the whitened basis both moves are one matrix,
+Duals represent a Gaussian pseudo-likelihood of the function values at the inducing points of their
+own basis, :math:`t(u_S) = \exp(e^T u_S - \tfrac12 u_S^T H u_S)` with :math:`e = K_S^{-1} \lambda`
+and :math:`H = K_S^{-1} B K_S^{-1}`. That function stays fixed when the kernel or the inducing
+points change. In the whitened basis both changes are one matrix,
 
 .. math::
     T = L'^{-1} K'_{z' z_S} L_S^{-T}, \qquad \lambda_w' = T \lambda_w, \qquad B_w' = T B_w T^T,
 
-with :math:`L_S` the factor at the time when the duals were made, and primes for the kernel and
-points of now. Duals are centred on the prior mean but :math:`t` is not: if the prior mean at the
-old points has moved from :math:`\mu_S` to :math:`\mu'_S`, then :math:`\lambda_w` becomes
-:math:`\lambda_w + B_w L_S^{-1} (\mu_S - \mu'_S)` first.
+where :math:`L_S` is the Cholesky factor of their own basis, and primes mark the new kernel and
+points. Duals are centred on the prior mean but :math:`t` is not: if the prior mean at the old
+points changes from :math:`\mu_S` to :math:`\mu'_S`, then :math:`\lambda_w` first becomes
+:math:`\lambda_w + B_w L_S^{-1} (\mu_S - \mu'_S)`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from seqgp.dual.linalg import solve_lower
 
 
 def transport_matrix(chol: Tensor, reference_chol: Tensor, cross: Tensor | None = None) -> Tensor:
-    r"""The matrix ``T`` that carries whitened duals from their own basis to another.
+    r"""Return the matrix ``T`` that takes whitened duals from their own basis to another.
 
     Args:
         chol: ``... x m x m`` factor of ``K'`` at the new inducing points.
-        reference_chol: ``... x s x s`` factor that the duals were made with.
-        cross: ``... x m x s`` covariance ``K'(Z', Z_S)`` under the new kernel. ``None`` when the
+        reference_chol: ``... x s x s`` factor of the duals' own basis.
+        cross: ``... x m x s`` covariance ``K'(Z', Z_S)`` under the new kernel. ``None`` if the
             inducing points are the same: then ``K'(Z', Z_S) = L' L'^T``, jitter included, and
             :math:`T = L'^T L_S^{-T}` is exactly the identity if the kernel has not changed.
 
@@ -42,11 +42,11 @@ def transport_matrix(chol: Tensor, reference_chol: Tensor, cross: Tensor | None 
 
 
 def recentre(duals: Duals, reference_chol: Tensor, shift: Tensor) -> Duals:
-    """Duals of the same pseudo-likelihood, centred on another prior mean.
+    """Return duals of the same pseudo-likelihood, centred on another prior mean.
 
     Args:
         duals: Whitened duals.
-        reference_chol: ``... x s x s`` factor that they were made with.
+        reference_chol: ``... x s x s`` factor of their basis.
         shift: ``... x s``, the old prior mean minus the new one, at the points of the duals.
     """
     whitened = solve_lower(reference_chol, shift.unsqueeze(-1))
@@ -54,14 +54,14 @@ def recentre(duals: Duals, reference_chol: Tensor, shift: Tensor) -> Duals:
 
 
 def project(duals: Duals, transport: Tensor) -> Duals:
-    """Duals in the basis that the ``... x m x s`` matrix ``transport`` leads to."""
+    """Change the basis of duals by the ``... x m x s`` matrix ``transport``."""
     lam = (transport @ duals.lam.unsqueeze(-1)).squeeze(-1)
     B = transport @ duals.B @ transport.mT
     return Duals(lam, 0.5 * (B + B.mT))
 
 
 def coincident(Z: Tensor, Z_reference: Tensor) -> Tensor:
-    """``... x m x s`` indicator, in the dtype of ``Z``, of rows that are the same point.
+    """Return a ``... x m x s`` indicator, in the dtype of ``Z``, of pairs of rows that are equal.
 
     An inducing point that is kept keeps its jitter too, so that projecting on a superset of
     inducing points loses nothing.

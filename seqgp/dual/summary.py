@@ -1,9 +1,9 @@
-r"""The summary: what is left of observations that are no longer at hand.
+r"""The summary: a Gaussian pseudo-likelihood that replaces folded observations.
 
-A summary is a Gaussian pseudo-likelihood of the function values at the inducing points that it was
-made with, :math:`\log t = \lambda_w^T v - \tfrac12 v^T B_w v`, with :math:`v = L_S^{-1} (u_S -
-\mu_S)`. Observations with Gaussian noise are kept free of that noise, so that it is learnt from
-all of them,
+It is a function of the function values at the inducing points of its own basis,
+:math:`\log t = \lambda_w^T v - \tfrac12 v^T B_w v`, with :math:`v = L_S^{-1} (u_S - \mu_S)`. For
+observations with Gaussian noise, the stored quantities do not depend on the noise variance, so that
+this is learnt from all of them,
 
 .. math::
     \log t(v; \sigma^2) = -\frac{n_0}{2} \log(2 \pi \sigma^2)
@@ -28,12 +28,12 @@ from seqgp.dual.sites import Sites
 
 
 class Summary(NamedTuple):
-    """Folded observations.
+    """The summary of folded observations.
 
     Attributes:
         duals: Their whitened duals; times the noise variance for Gaussian observations.
         square: ``...``, sum of squared centred targets, for Gaussian observations.
-        number: ``...``, how many they are.
+        number: ``...``, the number of folded observations.
     """
 
     duals: Duals
@@ -42,11 +42,11 @@ class Summary(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """Inducing points of now, seen from those that a summary was made with.
+    """The present inducing points, relative to those of a summary.
 
     Attributes:
         transport: ``... x m x s``, see `seqgp.dual.projection.transport_matrix`; ``None`` if points
-            and hyperparameters are those that the summary was made with.
+            and hyperparameters are those of the summary.
         reference_chol: ``... x s x s`` factor of the old points under the old kernel.
         shift: ``... x s``, the old prior mean minus the new one, at the old points.
         unexplained: ``... x s x s``, covariance of the old points' values given the new ones',
@@ -68,7 +68,7 @@ def fold(
     sign: int = 1,
     weights: Tensor | None = None,
 ) -> Summary:
-    """Add observations to a summary for good, or take them out again.
+    """Add observations to a summary for good, or remove them again.
 
     Args:
         summary: The summary, in the basis of ``A``.
@@ -77,7 +77,7 @@ def fold(
         residual: ``... x n``, targets minus prior mean; NaN where an observation is missing.
         noise: ``... x 1`` or ``... x n`` noise variance of Gaussian observations, ``None`` for
             other likelihoods.
-        sign: 1 to add, -1 to take out.
+        sign: 1 to add, -1 to remove.
         weights: ``n``, how often each observation counts; by default once.
     """
     count: Tensor | int = sign if weights is None else sign * weights
@@ -91,13 +91,14 @@ def fold(
 
 
 def least_square(summary: Summary) -> Tensor:
-    r"""``...``, what is left of Gaussian observations' squares by the best fit of all functions.
+    r"""Return ``...``, the smallest sum of squared residuals that any function can reach.
 
-    :math:`s_0 - \lambda_0^T B_0^+ \lambda_0`, of any observations at least zero (but for rounding).
+    This is :math:`s_0 - \lambda_0^T B_0^+ \lambda_0`. It is at least zero, except for rounding
+    errors.
     """
     lam, B = summary.duals
     eigenvalues, vectors = torch.linalg.eigh(B)
-    # Where observations say next to nothing, what they say is rounding.
+    # Where observations have next to no information, it is dominated by rounding errors.
     certain = eigenvalues > torch.finfo(B.dtype).eps ** 0.5 * eigenvalues.amax(-1, keepdim=True)
     certain = certain & (eigenvalues > 0)
     along = (vectors.mT @ lam.unsqueeze(-1)).squeeze(-1).square()
@@ -106,7 +107,7 @@ def least_square(summary: Summary) -> Tensor:
 
 
 def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
-    """The summary's duals in the present basis, at the present noise variance (``... x 1``)."""
+    """Return the summary's duals in the present basis; the noise variance is ``... x 1``."""
     duals = summary.duals
     if noise is not None:
         duals = Duals(duals.lam / noise, duals.B / noise.unsqueeze(-1))
@@ -114,7 +115,7 @@ def duals_now(summary: Summary, basis: Basis, noise: Tensor | None) -> Duals:
 
 
 def moved(duals: Duals, basis: Basis) -> Duals:
-    """Duals of the same pseudo-likelihood in the present basis."""
+    """Return duals of the same pseudo-likelihood in the present basis."""
     if basis.transport is None:
         return duals
     return project(recentre(duals, basis.reference_chol, basis.shift), basis.transport)
@@ -123,16 +124,16 @@ def moved(duals: Duals, basis: Basis) -> Duals:
 def log_constant(
     summary: Summary, basis: Basis, noise: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    r"""The part of :math:`E_q[\log t]` that depends on hyperparameters but not on q.
+    r"""Return the part of :math:`E_q[\log t]` that depends on hyperparameters but not on q.
 
-    `seqgp.dual.posterior.expected_log_summary` of `duals_now` is the other part. Here are the
-    terms of moving the centre, of the variance that the present points do not explain,
-    :math:`-\tfrac12 \operatorname{tr}(B_w L_S^{-1} (K_{SS} - Q_{SS}) L_S^{-T})`, of the variance of
-    the folded observations that the summary's own points do not explain, and of the noise.
+    `seqgp.dual.posterior.expected_log_summary` of `duals_now` is the other part. This part has
+    terms for the change of the centre; for the variance that the present points do not explain,
+    :math:`-\tfrac12 \operatorname{tr}(B_w L_S^{-1} (K_{SS} - Q_{SS}) L_S^{-T})`; for the variance
+    of the folded observations that the summary's own points do not explain; and for the noise.
 
     Args:
         summary: The summary.
-        basis: The way from its basis to the present one.
+        basis: The change from its basis to the present one.
         noise: ``... x 1``, the present noise variance of Gaussian observations.
         residual: ``...``, :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})` over the
             folded observations, times the noise variance for Gaussian ones; ``None`` for zero.
@@ -157,7 +158,7 @@ def log_constant(
 
 
 def rebase_summary(summary: Summary, basis: Basis) -> Summary:
-    """The summary of the same observations in the present basis."""
+    """Return the summary of the same observations in the present basis."""
     if basis.transport is None:
         return summary
     shift = solve_lower(basis.reference_chol, basis.shift.unsqueeze(-1)).squeeze(-1)
@@ -168,12 +169,12 @@ def rebase_summary(summary: Summary, basis: Basis) -> Summary:
 
 
 def discounted(summary: Summary, factor: float) -> Summary:
-    """A summary whose observations count ``factor`` times what they did."""
+    """Return the summary with the weight of its observations multiplied by ``factor``."""
     duals = Duals(factor * summary.duals.lam, factor * summary.duals.B)
     return Summary(duals, factor * summary.square, factor * summary.number)
 
 
 def empty_summary(like: Duals) -> Summary:
-    """No observations."""
+    """Return the summary of no observations, in the shapes of ``like``."""
     zero = torch.zeros_like(like.lam[..., 0])
     return Summary(Duals(torch.zeros_like(like.lam), torch.zeros_like(like.B)), zero, zero)

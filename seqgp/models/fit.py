@@ -1,4 +1,4 @@
-"""Fitting hyperparameters to a data set, through BoTorch's own hooks."""
+"""Fit hyperparameters to a data set, called through BoTorch's own hooks."""
 
 from __future__ import annotations
 
@@ -33,48 +33,48 @@ from seqgp.variational.elbo import DualELBO
 from seqgp.variational.optimise import adam, learnable_parameters, shared_loss, turning_back
 from seqgp.variational.state import fixed_sites
 
-#: Objectives of exact models, or approximations of them, which `DualELBO` replaces.
+#: Objectives of exact models, and of approximations of them, that `DualELBO` replaces.
 EVIDENCE = (ExactMarginalLogLikelihood, PairwiseLaplaceMarginalLogLikelihood)
 
-#: Largest number of elements of the cross-covariance that is evaluated at once, ``m x n``; with
-#: more, the data come in minibatches.
+#: Maximum number of elements of the cross-covariance, ``m x n``, that is evaluated at once. For
+#: larger data sets, minibatches are used.
 FULL_BATCH_ELEMENTS = 2**25
 
-#: Relative tolerance for the sites at each evaluation: the bound's error is of second order in it.
+#: Relative tolerance of the sites at each evaluation. The error of the bound is of second order.
 SITE_TOLERANCE = 1e-5
 
-#: Nats by which another round, with inducing points chosen anew, has to raise the bound.
+#: A round with newly chosen inducing points has to raise the bound by this many nats.
 ROUND_TOLERANCE = 0.1
 
-#: Iterations of L-BFGS that move inducing points, once they have been chosen.
+#: Maximum number of L-BFGS iterations that move chosen inducing points by gradient.
 MOVES = 100
 
-#: Relative change of the bound from epoch to epoch at which minibatches have converged.
+#: Relative change of the bound between epochs at which minibatches have converged.
 EPOCH_TOLERANCE = 1e-4
 
 
 class FittedModel(DataModel, Protocol):
-    """What a fit needs of a model beyond what others do."""
+    """The methods that a fit needs of a model, besides those of `DataModel`."""
 
     max_inducing: int
 
     def choose_inducing_points(self, number: int, fills_up: bool = False) -> Tensor:
-        """Inducing points for the present kernel."""
+        """Return inducing points for the present kernel."""
         ...
 
     def natural_gradient_step(
         self, observations: Observations, rho: float, num_data: int | None = None
     ) -> None:
-        """One step on a minibatch."""
+        """Take one natural-gradient step on a minibatch."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Hyperparameters and inducing points by name."""
+        """Return hyperparameters and inducing points by name."""
         ...
 
     @property
     def train_inputs(self) -> tuple[Tensor]:
-        """Inputs of the observations, as they were given in train mode."""
+        """Inputs of the observations, as they are passed in train mode."""
         ...
 
     @property
@@ -83,11 +83,11 @@ class FittedModel(DataModel, Protocol):
         ...
 
     def transform_inputs(self, X: Tensor) -> Tensor:
-        """Inputs as the model sees them."""
+        """Return inputs as the model's strategy sees them."""
         ...
 
     def __call__(self, inputs: Tensor, prior: bool = False) -> Any:
-        """The posterior, or the prior."""
+        """Return the posterior, or the prior."""
         ...
 
 
@@ -107,32 +107,35 @@ def fit(
 ) -> MarginalLogLikelihood:
     """Fit the hyperparameters of a model; called by `botorch.fit.fit_gpytorch_mll`.
 
-    L-BFGS on the bound maximised over q. At each evaluation the sites are converged, so that the
-    gradient is exact, and the optimiser sees hyperparameters only. If all inputs are inducing
-    points this costs what an exact GP does. If the model has chosen fewer, they are chosen anew
-    under the hyperparameters that were found, for another round, while that raises the bound (Burt
-    et al., 2020). Meanwhile there are as many as there may be, since few of them favour smooth
-    functions; those that turn out not to be needed are dropped at the end. If the user has asked
-    for so few that the model could do with more, one round is followed by a number of iterations
-    in which they move by gradient: no inputs are as good as the best of all places. Data sets that
-    are too large for that come in minibatches, each a natural-gradient step and an Adam step, until
-    the bound no longer rises.
+    By default, L-BFGS maximises the bound, maximised over q. At each evaluation the sites are
+    converged, so the gradient is exact and the optimiser sees hyperparameters only. If all inputs
+    are inducing points, the cost is that of an exact GP.
+
+    If the model has chosen fewer inducing points, they are chosen again under the fitted
+    hyperparameters, and another round of L-BFGS follows, as long as this raises the bound (Burt et
+    al., 2020). Each round uses the maximum number of inducing points, because few of them favour
+    smooth functions. Points that turn out not to be needed are dropped at the end. If the user has
+    asked for fewer inducing points than the data need, there is one round, and then a number of
+    iterations that move them by gradient, since the best places need not be inputs.
+
+    Data sets that are too large for this are fitted in minibatches. Each takes a natural-gradient
+    step and an Adam step, until the bound no longer rises.
 
     Args:
         model: The model, which holds its training data.
-        mll: The objective: `DualELBO`, or any other of GPyTorch's bounds for approximate GPs. For
-            an `ExactMarginalLogLikelihood`, which a sparse GP does not have, the `DualELBO` is
-            used. Other objectives of exact models (`LeaveOneOutPseudoLikelihood`) raise an error
-            unless the model is one.
+        mll: The objective: `DualELBO`, or any other of GPyTorch's bounds for approximate GPs. An
+            `ExactMarginalLogLikelihood`, which a sparse GP does not have, is replaced by the
+            `DualELBO`. Other objectives of exact models (`LeaveOneOutPseudoLikelihood`) raise an
+            error unless the model is exact.
         closure: A closure of the user's own, for BoTorch's fallback.
         closure_kwargs: Its arguments.
         optimizer_kwargs: Passed to the optimiser (``options={"maxiter": ...}``, ``timeout_sec``).
-        batch_size: Size of minibatches; ``None``: all data if there are not too many.
-        epochs: Passes over the data in minibatches. By default until they have converged, at most
-            500, with a warning if that is not enough.
-        learning_rate: Adam's, for minibatches.
-        rho: Natural-gradient step size for minibatches.
-        rounds: The largest number of rounds of L-BFGS.
+        batch_size: Size of minibatches. ``None`` uses all data at once, unless there are too many.
+        epochs: Passes over the data in minibatches. By default until they have converged, but at
+            most 500, with a warning if that is not enough.
+        learning_rate: Adam's learning rate, for minibatches.
+        rho: Natural-gradient step size, for minibatches.
+        rounds: The maximum number of rounds of L-BFGS.
         progress: Whether to show a progress bar.
         kwargs: Passed to BoTorch's fallback (``max_attempts``, ...).
     """
@@ -187,7 +190,7 @@ def _check_shared(
     closure: Callable[[], Any] | None,
     optimizer_kwargs: dict[str, Any] | None,
 ) -> None:
-    """Raise if several processes could not do together what they are asked for."""
+    """Raise if several processes cannot share what they are asked to do."""
     approximate = isinstance(mll, _ApproximateMarginalLogLikelihood)
     if closure is not None or (approximate and not (isinstance(mll, DualELBO) and mll.beta == 1)):
         raise ValueError(
@@ -203,9 +206,9 @@ def _check_shared(
 
 @contextmanager
 def _on_all_ranks(model: FittedModel) -> Iterator[None]:
-    """A fit by several processes: they draw the same random numbers, and fail together.
+    """Run a fit in several processes, which draw the same random numbers and fail together.
 
-    If they fail, hyperparameters and posterior are what they were before.
+    After a failure, hyperparameters and posterior are restored.
     """
     strategy = model.variational_strategy
     if strategy.ranks.alone:
@@ -228,11 +231,11 @@ def _on_all_ranks(model: FittedModel) -> Iterator[None]:
 
 
 def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
-    """The negative objective per observation at the training data, the sites converged.
+    """Return the negative objective per observation at the training data, with converged sites.
 
     Args:
         model: The model.
-        mll: As for `fit`.
+        mll: See `fit`.
 
     Returns:
         A tensor of the batch shape of the model; if several processes share the data, its sum.
@@ -263,7 +266,7 @@ def loss(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
 
 
 def has_exact_objectives(model: FittedModel) -> bool:
-    """Whether a model is an exact one: Gaussian observations, an inducing point at each.
+    """Whether a model is exact: Gaussian observations, with an inducing point at each.
 
     Args:
         model: The model.
@@ -274,7 +277,7 @@ def has_exact_objectives(model: FittedModel) -> bool:
 
 
 def _loss_of_exact_model(model: FittedModel, mll: MarginalLogLikelihood) -> Tensor:
-    """The negative of an objective that is a functional of the prior, and of Gaussian noise."""
+    """Return the negative of an objective that depends on the prior and Gaussian noise only."""
     (inputs,) = model.train_inputs
     f = model(inputs, prior=True)
     if model.training:
@@ -284,7 +287,7 @@ def _loss_of_exact_model(model: FittedModel, mll: MarginalLogLikelihood) -> Tens
 
 
 def _is_exact(model: FittedModel) -> bool:
-    """Whether the bound can be computed as that of inducing points at all inputs."""
+    """Whether the bound can be computed with inducing points at all inputs."""
     if not model.inducing_points_cover_data or model.variational_strategy.has_summary:
         return False
     return precision_floor(model.likelihood) == 0.0
@@ -298,10 +301,10 @@ def _fit_full_batch(
     progress: bool,
     **kwargs: Any,
 ) -> Sites | None:
-    """Returns the sites at the hyperparameters that were found, as far as they are known."""
+    """Fit to all data at once; return the sites at the fitted hyperparameters, if known."""
     strategy = model.variational_strategy
     covers, dual = model.inducing_points_cover_data, isinstance(mll, DualELBO) and mll.beta == 1
-    # Inducing points at all inputs are optimal already.
+    # Inducing points at all inputs are already optimal.
     parameters = {
         name: parameter
         for name, parameter in get_parameters(mll, requires_grad=True).items()
@@ -385,7 +388,7 @@ def _fit_full_batch(
         )
         Z.requires_grad_(model.fits_inducing_points)
         mll.train()
-    if covers:  # the inputs may be transformed by what was learnt
+    if covers:  # the input transform may have been learnt
         with torch.no_grad():
             Z = model.stream.gather(model.transformed(model.stream.observations).points, -2)
         strategy.start_from(Z.reshape(strategy.inducing_points.shape))
@@ -397,20 +400,20 @@ def _fit_full_batch(
 
 
 def _chosen_anew(model: FittedModel, covers: bool) -> bool:
-    """Whether inducing points are chosen among the inputs again once the kernel is known."""
+    """Whether inducing points are chosen again among the inputs under the fitted kernel."""
     strategy = model.variational_strategy
     fixed = covers or model.fits_inducing_points or model.keeps_inducing_points
     return not (fixed or strategy.has_summary) and model.num_data > 0
 
 
 class Minibatches(NamedTuple):
-    """Where minibatches come from.
+    """A source of minibatches.
 
     Attributes:
         num_data: The number of all observations.
         per_epoch: The number of minibatches in an epoch.
-        epoch: Called for each epoch: its minibatches, as the model stores them.
-        targets: ``... x k`` targets that tell their scale.
+        epoch: Returns the minibatches of an epoch, as the model stores them.
+        targets: ``... x k`` targets that show their scale.
     """
 
     num_data: int
@@ -420,9 +423,9 @@ class Minibatches(NamedTuple):
 
 
 def _minibatches_at_hand(model: FittedModel, size: int) -> Minibatches:
-    """Minibatches of the observations that a model holds, in random order."""
+    """Return minibatches of the observations that a model holds, in random order."""
     data, n = model.stream.observations, model.num_data
-    # The same minibatches whatever the global random state: fits are reproducible.
+    # The order does not depend on the global random state, so fits are reproducible.
     generator = torch.Generator().manual_seed(0)
 
     def epoch() -> Iterator[Observations]:
@@ -441,7 +444,7 @@ def fit_minibatches(
     rho: float,
     progress: bool,
 ) -> None:
-    """For each minibatch a natural-gradient step, and a step of Adam on hyperparameters.
+    """Take a natural-gradient step and an Adam step on the hyperparameters for each minibatch.
 
     Args:
         model: The model.
@@ -449,8 +452,8 @@ def fit_minibatches(
         source: The minibatches.
         epochs: Passes over the data, after which the learning rate is zero; by default until the
             bound no longer grows.
-        learning_rate: Of Adam.
-        rho: Step size of the natural gradient.
+        learning_rate: Adam's learning rate.
+        rho: Natural-gradient step size.
         progress: Whether to show a progress bar.
     """
     ranks = model.variational_strategy.ranks
@@ -494,12 +497,12 @@ def fit_minibatches(
 
 
 def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[Tensor]:
-    """Indices of this rank's observations in each minibatch of all that the ranks hold.
+    """Yield the indices of this rank's observations in each minibatch of all ranks.
 
     Args:
         order: The observations of all ranks in the order in which they are learnt.
-        size: Of a minibatch.
-        stream: The stream, which knows the positions of those of this rank.
+        size: The size of a minibatch.
+        stream: The stream, which has the positions of this rank's observations.
     """
     if stream.shard is None:
         yield from order.split(size)
@@ -514,7 +517,7 @@ def _own_minibatches(order: Tensor, size: int, stream: StreamState) -> Iterator[
 
 
 def _loss(model: FittedModel, mll: _ApproximateMarginalLogLikelihood, data: Observations) -> Tensor:
-    """Any bound as a function of hyperparameters, with the sites as they are."""
+    """Return the negative of any bound as a function of hyperparameters, with the present sites."""
     with fixed_sites():
         value: Tensor = mll(model(data.inputs), data.targets, **data.arguments)
         return -value
@@ -527,7 +530,7 @@ def _summed_loss(
 
 
 class _Halving:
-    """Halves the learning rate when the loss of an epoch no longer falls, a few times."""
+    """A schedule that halves the learning rate when the loss of an epoch no longer falls."""
 
     patience, most = 5, 5
 
@@ -535,10 +538,10 @@ class _Halving:
         self.optimizer, self.best, self.waited, self.halved = optimizer, torch.inf, 0, 0
 
     def step(self) -> None:
-        """Nothing to do within an epoch."""
+        """Do nothing: the learning rate is constant within an epoch."""
 
     def epoch(self, loss: float) -> bool:
-        """Note the mean loss of an epoch; returns whether the fit has converged."""
+        """Record the mean loss of an epoch, and return whether the fit has converged."""
         if loss < self.best - EPOCH_TOLERANCE * (1 + abs(loss)):
             self.best, self.waited = loss, 0
             return False

@@ -1,17 +1,17 @@
 r"""The bound that learning maximises, as a function of hyperparameters and inducing points.
 
-All that is known are sites on functionals of :math:`f`: those of the observations at hand, and
-those that the summary stands for. With its whitened duals :math:`(\lambda_w, B_w)` in the basis
-:math:`L_S` that they were made in, and :math:`B_w = Q \operatorname{diag}(h) Q^T`, the summary is
-exactly :math:`s` sites of precisions :math:`h` and natural means :math:`Q^T \lambda_w` on the
-functionals :math:`C (f(S) - \mu_S)`, :math:`C = Q^T L_S^{-1}`. So it needs no formulas of its own.
+Everything is expressed by sites on functionals of :math:`f`: those of the observations at hand, and
+those that the summary stands for. Let the summary have whitened duals :math:`(\lambda_w, B_w)` in
+the basis :math:`L_S`, and let :math:`B_w = Q \operatorname{diag}(h) Q^T`. Then it is exactly
+:math:`s` sites with precisions :math:`h` and natural means :math:`Q^T \lambda_w` on the functionals
+:math:`C (f(S) - \mu_S)`, where :math:`C = Q^T L_S^{-1}`. So it needs no formulas of its own.
 
-The bound maximised over q is the evidence :math:`F` of the converged sites (`seqgp.dual.evidence`)
-plus :math:`\sum_i E_q[\log p(y_i | h_i)] - E_q[\log t_i(h_i)]`. Where the sites have converged, the
-derivative of the latter with respect to q vanishes: it is evaluated, but only parameters of the
-likelihood are differentiated there. Gaussian sites do not depend on q, and :math:`F` plus a
-constant is Titsias' collapsed bound; with inducing points at all inputs it is the evidence of the
-exact GP.
+The bound, maximised over q, is the evidence :math:`F` of the converged sites
+(`seqgp.dual.evidence`) plus :math:`\sum_i E_q[\log p(y_i | h_i)] - E_q[\log t_i(h_i)]`. At
+convergence, the derivative of the latter with respect to q vanishes: it is evaluated, but only
+differentiated with respect to parameters of the likelihood. Gaussian sites do not depend on q, and
+:math:`F` plus a constant is Titsias' collapsed bound. With inducing points at all inputs it is the
+evidence of the exact GP.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Past(NamedTuple):
 
     Attributes:
         points: ``... x s x d``, ``S``.
-        mean: ``... x s``, the prior mean there when the sites were made.
+        mean: ``... x s``, the prior mean at ``S`` when the sites were made.
         coefficients: ``... x s x s``, ``C``.
         precision: ``... x s x s``, ``C^T diag(beta) C``.
         sites: ``... x s``; times the noise variance for Gaussian observations.
         square: ``...``, sum of squared targets of Gaussian observations.
-        number: ``...``, how many observations they stand for.
+        number: ``...``, the number of observations that they stand for.
     """
 
     points: Tensor
@@ -70,7 +70,7 @@ class Past(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a bound needs to know of the strategy.
+    """The parts of a strategy that a bound depends on.
 
     Attributes:
         forward: The prior.
@@ -78,9 +78,9 @@ class Setting(NamedTuple):
         jitter: Relative jitter on the diagonal of ``Kzz``.
         num_latents: The number of latents of the likelihood, ``None`` for one.
         past: The summary, if there is one.
-        stays: Whether the inducing points are those of the summary, and are not moved.
-        kept: ``... x m x s``, which inducing points are which points of the summary, if neither
-            move; a point that is kept keeps its jitter, so that nothing is lost by keeping it.
+        stays: Whether the inducing points are those of the summary, and do not move.
+        kept: ``... x m x s``, which inducing points coincide with which points of the summary, if
+            neither move. A point that is kept keeps its jitter, so that nothing is lost.
         ranks: The processes that share the observations.
     """
 
@@ -103,7 +103,7 @@ def maximised_bound(
     max_steps: int = 100,
     stands_for: Tensor | None = None,
 ) -> tuple[Tensor, Sites]:
-    """The bound of observations and summary, maximised over q, and the sites at the maximum.
+    """Return the bound of observations and summary, maximised over q, and the sites there.
 
     Args:
         setting: Prior, inducing points and summary.
@@ -111,9 +111,9 @@ def maximised_bound(
         likelihood: Their likelihood.
         start: Sites to start from.
         tol: Relative tolerance for the sites.
-        max_steps: The largest number of passes over the data for the sites.
-        stands_for: ``... [x c] x k``, the summed precision of the folded observations for which
-            each of the first ``k`` observations stands; for Gaussian noise, their number.
+        max_steps: The maximum number of passes over the data to converge the sites.
+        stands_for: ``... [x c] x k``, the summed precision of the folded observations that each of
+            the first ``k`` observations stands for; for Gaussian noise, their number.
     """
     Z, past, jitter = setting.inducing_points, setting.past, setting.jitter
     ranks = setting.ranks
@@ -198,15 +198,17 @@ def exact_bound(
     tol: float = 1e-8,
     max_steps: int = 100,
 ) -> tuple[Tensor, Sites]:
-    """As `maximised_bound`, with inducing points at all inputs, for log-concave likelihoods.
+    """Return the same as `maximised_bound`, with inducing points at all inputs.
+
+    The likelihood has to be log-concave.
 
     Args:
         setting: Prior and jitter; there must be no summary.
-        data: The observations, of values.
+        data: The observations, of values and not of functionals.
         likelihood: Their likelihood.
         start: Sites to start from.
         tol: Relative tolerance for the sites.
-        max_steps: The largest number of iterations for the sites.
+        max_steps: The maximum number of iterations to converge the sites.
     """
     x, _ = _with_latents(data, setting.num_latents)
     prior = setting.forward(x)
@@ -246,7 +248,7 @@ def exact_bound(
 
 
 def _gaussian(data: Observations, likelihood: Likelihood, mean: Tensor) -> tuple[Sites, Tensor]:
-    """Sites of Gaussian observations, and their part of the bound that does not depend on q."""
+    """Return the sites of Gaussian observations, and the part of the bound without q."""
     noise = observation_noise(likelihood, len(data), **data.arguments)
     residual = data.targets - mean
     fit = -0.5 * (residual.square() / noise + (2 * math.pi * noise).log()).sum(-1)
@@ -254,12 +256,12 @@ def _gaussian(data: Observations, likelihood: Likelihood, mean: Tensor) -> tuple
 
 
 def _centred(site: Sites, mean: Tensor) -> Sites:
-    """Fixed sites, centred on a prior mean that moves with the hyperparameters."""
+    """Centre fixed sites on a prior mean that depends on the hyperparameters."""
     return Sites(site.lam + site.beta * (mean.detach() - mean), site.beta)
 
 
 def _follow(site: Sites, mean: Tensor) -> Tensor:
-    """Zero, with the derivative that moving the centre of fixed sites has."""
+    """Return zero, with the gradient due to the moving centre of fixed sites."""
     if not mean.requires_grad:
         return mean.new_zeros(())
     return (site.lam * (mean - mean.detach())).sum(-1)
@@ -274,7 +276,7 @@ def _fit(
     variance: Tensor,
     several_latents: bool,
 ) -> Tensor:
-    """``sum E_q[log p] - E_q[log t]``, differentiable in the likelihood's parameters only."""
+    """Return ``sum E_q[log p] - E_q[log t]``, with a graph of the likelihood's parameters only."""
     log_site = site.lam * centred - 0.5 * site.beta * (centred.square() + variance)
     log_site = log_site.sum(-1)
     if several_latents:
@@ -287,11 +289,11 @@ def _fit(
 
 
 def _past_block(past: Past, own: _Own, noise: Tensor | None) -> tuple[Block, Tensor]:
-    """The summary's functionals and sites, and its part of the bound that q does not enter.
+    """Return the summary's functionals and sites, and its part of the bound without q.
 
     Args:
         past: The summary.
-        own: The prior at its points now.
+        own: The present prior at its points.
         noise: ``... x 1``, the noise variance of Gaussian observations.
     """
     C, (lam, beta) = past.coefficients, past.sites
@@ -302,7 +304,7 @@ def _past_block(past: Past, own: _Own, noise: Tensor | None) -> tuple[Block, Ten
         lam, beta = lam / noise, beta / noise
         constant = (constant - 0.5 * past.square) / noise.squeeze(-1)
         constant = constant - 0.5 * past.number * (2 * math.pi * noise.squeeze(-1)).log()
-    # The sum of precisions times variances of all functionals at once.
+    # The sum over all functionals of precision times variance.
     trace = (past.precision * own.covariance).sum((-2, -1))
     trace = trace if noise is None else trace / noise.squeeze(-1)
     return Block(own.with_Z @ C.mT, torch.zeros_like(past.sites.beta), Sites(lam, beta)), (
@@ -311,14 +313,14 @@ def _past_block(past: Past, own: _Own, noise: Tensor | None) -> tuple[Block, Ten
 
 
 class _Own(NamedTuple):
-    """The prior at the summary's own points, as they see what is at hand.
+    """The prior at the summary's own points, and its covariances with other points.
 
     Attributes:
         mean: ``... x s``.
         covariance: ``... x s x s``.
         with_Z: ``... x m x s``, with the inducing points.
         cross: ``... x s x k``, with observations.
-        chol: ``... x s x s``, the Cholesky factor of the former, without a graph.
+        chol: ``... x s x s``, the Cholesky factor of the covariance, without a graph.
         jitter: The relative jitter that is part of the factor but not of the covariance.
     """
 
@@ -330,11 +332,11 @@ class _Own(NamedTuple):
     jitter: float
 
     def unexplained(self, variance: Tensor, stands_for: Tensor) -> Tensor:
-        r"""What the summary's own points leave unexplained of the observations folded into it.
+        r"""Return the variance of folded observations that the summary's points do not explain.
 
-        The term :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, estimated by
-        observations at hand that stand for those that are not. Without it short lengthscales would
-        look better than they are.
+        This is :math:`\sum_i \beta_i (k_{ii} - k_{iS} K_{SS}^{-1} k_{Si})`, estimated by
+        observations at hand that stand for the folded ones. Without this term, short lengthscales
+        would look better than they are.
         """
         return unexplained_total(
             self.covariance, self.cross, variance, stands_for, self.chol, self.jitter
@@ -344,7 +346,7 @@ class _Own(NamedTuple):
 def _own_blocks(
     setting: Setting, past: Past, x: Tensor, c: Tensor | None, count: int, shared: bool
 ) -> _Own:
-    """The prior at the summary's points, with inducing points and the first observations."""
+    """Return the prior at the summary's points, the inducing points and the first observations."""
     J = 1 if c is None else c.shape[-1]
     Z, points = setting.inducing_points, x[..., : count * J, :]
     batch = broadcast_shapes(Z.shape[:-2], points.shape[:-2])
@@ -361,7 +363,7 @@ def _own_blocks(
 
 
 def _with_latents(data: Observations, num_latents: int | None) -> tuple[Tensor, Tensor | None]:
-    """Points and coefficients, with a batch dimension for the latents if there are several."""
+    """Return points and coefficients, with a batch dimension for several latents."""
     x, c = data.points, data.coefficients
     if num_latents is None:
         return x, c
@@ -369,7 +371,7 @@ def _with_latents(data: Observations, num_latents: int | None) -> tuple[Tensor, 
 
 
 def _for_each_latent(mean: Tensor, num_latents: int | None) -> Tensor:
-    """``... [x c] x n`` prior means; one prior may serve all latents."""
+    """Return ``... [x c] x n`` prior means; one prior may serve all latents."""
     if num_latents is not None and mean.shape[-2] == 1:
         return mean.expand(*mean.shape[:-2], num_latents, mean.shape[-1])
     return mean

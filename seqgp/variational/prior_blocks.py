@@ -1,8 +1,8 @@
-r"""Blocks of a GP prior, as a model's ``forward`` gives it, at values and at functionals.
+r"""Blocks of a model's GP prior, at values and at linear functionals.
 
 An observation may be about one value :math:`f(x)` or about a linear functional
-:math:`h = \sum_j c_j f(x_j)`: a difference, a sum, an average, an integral by quadrature. All that
-sparse inference needs of it is :math:`k(z, h) = \sum_j c_j k(z, x_j)`, its mean and its variance
+:math:`h = \sum_j c_j f(x_j)`: a difference, a sum, an average, or an integral by quadrature. Sparse
+inference only needs :math:`k(z, h) = \sum_j c_j k(z, x_j)`, the mean of :math:`h` and its variance
 :math:`c^T K c`, so everything that follows is the same for both.
 """
 
@@ -23,7 +23,7 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.variational.frozen import frozen
 from seqgp.variational.stationary import stationary
 
-#: Up to this number of values their covariances are evaluated at once: a lazy kernel costs more.
+#: Up to this number of values, covariances are evaluated at once: a lazy kernel is slower.
 SMALL = 64
 
 #: A model's ``forward``: the prior at inputs ``... x n x d``.
@@ -33,13 +33,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Prior(NamedTuple):
-    """The prior of some values or functionals, and its covariance with values elsewhere."""
+    """The prior of some values or functionals, and its covariance with other values."""
 
     cross: Tensor  # ... x p x n
     mean: Tensor  # ... x n
     variance: Callable[[], Tensor]  # ... x n
     covariance: Callable[[], LinearOperator]  # ... x n x n
-    left: tuple[Tensor, Tensor] | None = None  # mean ... x p and covariance ... x p x p elsewhere
+    left: tuple[Tensor, Tensor] | None = None  # mean ... x p, covariance ... x p x p at `left`
 
 
 def joint_prior(
@@ -51,21 +51,21 @@ def joint_prior(
     coefficients: Tensor | None = None,
     once: bool = False,
 ) -> Prior:
-    """The prior at inputs ``right``, and its covariance with the values at ``left``.
+    """Return the prior at inputs ``right``, and its covariance with the values at ``left``.
 
-    Only the blocks that are asked for are evaluated, if the kernel is lazy.
+    If the kernel is lazy, only the blocks that are used are evaluated.
 
     Args:
         forward: The prior.
         left: ``... x p x d``.
-        right: ``... x n x d``; with coefficients ``... x (n J) x d``, those of one functional next
-            to each other.
+        right: ``... x n x d``; with coefficients ``... x (n J) x d``, where the inputs of one
+            functional are adjacent.
         shared: Whether one prior serves all batches. Then a batch of inputs against a single set
             is one flat kernel matrix.
-        with_left: Whether the prior at ``left`` is wanted, too; one evaluation of the kernel gives
+        with_left: Whether to return the prior at ``left``, too; one evaluation of the kernel gives
             both blocks.
         coefficients: ``... x n x J`` coefficients of functionals; ``None`` for values.
-        once: Whether the result is differentiated at most once, for which there is a faster way.
+        once: Whether the result is differentiated at most once, which is faster.
     """
     modules = _mean_and_kernel(forward)
     if modules is not None and coefficients is None:
@@ -113,7 +113,7 @@ def joint_prior(
 
 
 def values_prior(forward: Forward, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The prior mean ``... x n`` and covariance ``... x n x n`` at ``... x n x d`` inputs.
+    """Return the prior mean ``... x n`` and covariance ``... x n x n`` at ``... x n x d`` inputs.
 
     Args:
         forward: The prior.
@@ -128,11 +128,11 @@ def values_prior(forward: Forward, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prior_of(model: Any) -> Forward:
-    """The prior of a model at inputs as its strategy sees them.
+    """Return the prior of a model, as a function of inputs as its strategy sees them.
 
-    It is what ``forward`` returns. A model whose ``forward`` is for others (BoTorch's transform the
-    inputs in train mode) has a method ``prior_at`` beside it; classes that override ``forward``
-    mean that one.
+    This is the model's ``forward``, unless that is meant for other callers (BoTorch's transforms
+    the inputs in train mode) and the model has a method ``prior_at``. A class that overrides
+    ``forward`` takes precedence over an inherited ``prior_at``.
 
     Args:
         model: The model.
@@ -145,16 +145,16 @@ def prior_of(model: Any) -> Forward:
 
 
 def mean_and_kernel(forward: F) -> F:
-    """Marks a ``forward`` that is a ``mean_module`` and a ``covar_module``, and nothing else.
+    """Mark a ``forward`` that only combines a ``mean_module`` and a ``covar_module``.
 
-    Blocks of such a prior are evaluated directly, without what lies around them.
+    Blocks of such a prior are evaluated directly from the modules.
     """
     forward.is_mean_and_kernel = True  # type: ignore[attr-defined]
     return forward
 
 
 def _mean_and_kernel(forward: Any) -> tuple[Mean, Kernel] | None:
-    """The modules of a prior that is made of two of them."""
+    """Return the modules of a prior that is made of a mean and a kernel, or ``None``."""
     if not getattr(forward, "is_mean_and_kernel", False):
         return None
     model = forward.__self__
@@ -162,7 +162,7 @@ def _mean_and_kernel(forward: Any) -> tuple[Mean, Kernel] | None:
 
 
 class _FrozenPrior(NamedTuple):
-    """A prior of two modules that stay what they are."""
+    """A prior made of a mean and a kernel that do not change."""
 
     mean_module: Mean
     covar_module: Kernel
@@ -173,10 +173,10 @@ class _FrozenPrior(NamedTuple):
 
 
 def frozen_prior(forward: Forward) -> Forward:
-    """A prior that has the present hyperparameters, whenever it is evaluated or differentiated.
+    """Return a prior that keeps the present hyperparameters, whenever it is evaluated.
 
     Args:
-        forward: The prior; one that is not `mean_and_kernel` is returned as it is.
+        forward: The prior; one that is not marked by `mean_and_kernel` is returned as it is.
     """
     modules = _mean_and_kernel(forward)
     return forward if modules is None else _FrozenPrior(*map(frozen, modules)).forward
@@ -191,11 +191,11 @@ def _from_modules(
     with_left: bool,
     once: bool,
 ) -> Prior:
-    """As `joint_prior`, from a mean and a kernel."""
+    """Return the same as `joint_prior`, from a mean and a kernel."""
     known = stationary(kernel) if once or not torch.is_grad_enabled() else None
 
     def matrix(a: Tensor, b: Tensor) -> Tensor:
-        """The covariances of values at ``p x d`` and at ``n x d`` inputs."""
+        """Return the covariances of values at ``p x d`` and at ``n x d`` inputs."""
         return to_dense(kernel(a, b)) if known is None else known.matrix(a, b)
 
     (p, d), n = left.shape[-2:], right.shape[-2]
@@ -227,7 +227,7 @@ def _from_modules(
     def full() -> LinearOperator:
         if torch.is_grad_enabled():
             return _lazy(kernel, right)
-        if known is None:  # it may be evaluated when the model has moved on
+        if known is None:  # the model may have changed before this is evaluated
             return _lazy(frozen(kernel), right)
         if n <= SMALL:
             return to_linear_operator(known.matrix(right, right))
@@ -237,10 +237,10 @@ def _from_modules(
 
 
 def _lazy(kernel: Kernel, x: Tensor) -> LinearOperator:
-    """What ``kernel(x)`` is by default.
+    """Return the lazy ``kernel(x)``, which is GPyTorch's default.
 
-    That GPyTorch evaluates it at once is a global flag, which is on while another thread evaluates
-    a kernel; variances would then be others in the last digit.
+    GPyTorch's eager evaluation is a global flag, which is on while any thread evaluates a kernel.
+    Variances would then differ in the last digit.
     """
     if type(kernel).__call__ is not Kernel.__call__:
         return kernel(x)
@@ -250,7 +250,7 @@ def _lazy(kernel: Kernel, x: Tensor) -> LinearOperator:
 
 
 def _contract(prior: Prior, forward: Forward, points: Tensor, coefficients: Tensor) -> Prior:
-    """The prior of functionals, from that of the values they are made of."""
+    """Return the prior of functionals, given that of the values they are made of."""
 
     def variance() -> Tensor:
         return functional_variance(forward, points, coefficients)
@@ -265,7 +265,7 @@ def _contract(prior: Prior, forward: Forward, points: Tensor, coefficients: Tens
 
 
 def contract(block: Tensor, coefficients: Tensor) -> Tensor:
-    """``... x p x n``, the sums of columns of a ``... x p x (n J)`` block.
+    """Return ``... x p x n``: weighted sums of the columns of a ``... x p x (n J)`` block.
 
     Args:
         block: The block.
@@ -276,7 +276,7 @@ def contract(block: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def functional_variance(forward: Forward, points: Tensor, coefficients: Tensor) -> Tensor:
-    """``... x n`` prior variances of functionals, without their covariances with each other.
+    """Return ``... x n`` prior variances of functionals, without their other covariances.
 
     Args:
         forward: The prior.

@@ -1,4 +1,4 @@
-"""Where a strategy keeps its duals, in which basis, and what it may use again."""
+"""The state of a strategy: its duals, their basis, and cached factorisations."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ from seqgp.validation import check_inducing_points
 from seqgp.variational.own_steps import OwnSteps
 from seqgp.variational.prior_blocks import Forward, joint_prior, prior_of, values_prior
 
-#: The tensors of a strategy and their event dimensions; all dimensions before are batch dimensions.
-#: This is the one list that state_dict, checkpoints, copies, conversion and output selection use.
+#: The tensors of a strategy and their event dimensions; all leading dimensions are batch
+#: dimensions. This is the one list that state_dict, checkpoints, copies, conversion and output
+#: selection use.
 TENSORS: Mapping[str, int] = {
     "inducing_points": 2,
     "dual_lam": 1,
@@ -72,16 +73,16 @@ TENSORS: Mapping[str, int] = {
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size})
 _COLLECTIONS = frozenset({dict, OrderedDict, set, list, tuple})
-#: Attributes of every module, of which a prior depends on ``training`` alone.
+#: Attributes of every module. A prior depends on none of them but ``training``.
 _HOUSEKEEPING = frozenset(vars(Module()))
 
-#: Whether an objective is evaluated that holds the sites fixed on purpose.
+#: Whether the objective being evaluated holds the sites fixed on purpose.
 _SITES_ARE_FIXED = ContextVar("sites_are_fixed", default=False)
 
 
 @contextmanager
 def fixed_sites() -> Iterator[None]:
-    """For objectives of hyperparameters alone, whose caller takes care of the sites."""
+    """Mark objectives of hyperparameters alone, whose caller takes care of the sites."""
     token = _SITES_ARE_FIXED.set(True)
     try:
         yield
@@ -90,16 +91,16 @@ def fixed_sites() -> Iterator[None]:
 
 
 class BatchShape(NamedTuple):
-    """All that wrappers of GPyTorch ask a variational distribution for."""
+    """The only attribute of a variational distribution that GPyTorch's wrappers need."""
 
     batch_shape: torch.Size
 
 
 class Leaves:
-    """Duals that a backward pass leaves natural gradients with, for an optimiser to move.
+    """Duals whose gradients, after a backward pass, are natural gradients; an optimiser moves them.
 
     Attributes:
-        tensors: The two duals, replaced whenever those of the strategy are.
+        tensors: The two duals. They are replaced whenever those of the strategy are.
     """
 
     def __init__(self) -> None:
@@ -108,10 +109,10 @@ class Leaves:
         self._versions: tuple[int, ...] = ()
 
     def of(self, duals: Duals) -> Duals:
-        """The leaves of a strategy's duals.
+        """Return the leaves of a strategy's duals.
 
         Args:
-            duals: Those that the strategy holds now.
+            duals: The present duals of the strategy.
         """
         versions = tuple(tensor._version for tensor in duals)
         same = len(self._source) == 2 and all(
@@ -131,7 +132,7 @@ class WhitenedPosterior(MultivariateNormal):
     """``q(v)``.
 
     Attributes:
-        divergence: Its divergence from the prior.
+        divergence: Its Kullback-Leibler divergence from the prior.
     """
 
     divergence: Callable[[], Tensor]
@@ -143,20 +144,20 @@ def _divergence_from_prior(q: WhitenedPosterior, p: WhitenedPrior) -> Tensor:
 
 
 class State(NamedTuple):
-    """Everything about the inducing points that predictions need."""
+    """The quantities at the inducing points that predictions need."""
 
     chol: Tensor  # ... x m x m, L
     prior_mean: Tensor  # ... x m
     shared: bool  # one prior and one set of inducing points serve all batches
-    basis: Basis  # the way here from where the duals were made
+    basis: Basis  # the change of basis, from that of the stored duals to this one
     duals: Duals
     factors: Factors
 
 
 class _Fingerprint(NamedTuple):
-    """What a `State` was made from: if it is the same, so is the state."""
+    """Everything that a `State` depends on, to tell whether a cached state is still valid."""
 
-    owners: tuple[Any, ...]  # modules, and tensors that only change by replacement or in place
+    owners: tuple[Any, ...]  # modules, and tensors that change only by replacement or in place
     plain: tuple[Any, ...]  # plain attributes, flags, shapes and versions
     values: Tensor  # hyperparameters and inducing points, value by value
 
@@ -184,9 +185,9 @@ class _Cached(NamedTuple):
 
 
 class DualState(_VariationalStrategy):
-    """The duals of a strategy and of its summary, and the basis that they were made in.
+    """The duals of a strategy and of its summary, and the basis that they are in.
 
-    The base of `DualVariationalStrategy`, whose documentation has the arguments.
+    This is the base class of `DualVariationalStrategy`, which documents the arguments.
     """
 
     #: Columns of the inducing points that have no gradient; see `placed_points`.
@@ -228,11 +229,11 @@ class DualState(_VariationalStrategy):
             jitter_val=jitter_val,
         )
         self.num_latents = num_latents
-        # Neither belongs to a copy.
+        # Neither is copied with the strategy.
         self._leaves: weakref.ref[Leaves] | None = None
-        # In a training loop, or when converted to another precision, whitened duals stay what they
-        # are while the prior changes. The basis that they are in is not known until somebody asks
-        # for it (`settle`), but for its jitter, which is this.
+        # In a training loop, or after a conversion to another precision, the whitened duals stay
+        # fixed while the prior changes: they float. Their basis is then only determined when it is
+        # needed (`settle`), except for its jitter, which is this number.
         self._floating: float | None = None
         Z = inducing_points.detach()
         if batch_shape is None:
@@ -254,22 +255,22 @@ class DualState(_VariationalStrategy):
             "summary_count": summary.number,
         }
         for name in TENSORS:
-            if name in tensors:  # the inducing points have been registered already
+            if name in tensors:  # the inducing points have already been registered
                 self.register_buffer(name, tensors[name])
         self._cache: _Cached | None = None
         self._is_steady = False
-        self._own_steps: OwnSteps | None = None  # nor does this
-        #: Whether the posterior is that of a training loop, and not that of `converge`.
+        self._own_steps: OwnSteps | None = None  # not copied either
+        #: Whether the posterior was learnt in a training loop, and not by `converge`.
         self.learnt_in_loop = False
         self._summary_known: tuple[Tensor, int, bool] | None = None
-        # Discrete columns of the inducing points, as they were placed: see `keep_placed`.
+        # The original values of discrete columns of the inducing points: see `keep_placed`.
         self._placed: Tensor | None = None
 
-    # ---------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------- duals and posterior
 
     @property
     def placed_points(self) -> Tensor:
-        """``... x m x d`` inducing points, whose discrete columns have no gradient."""
+        """The ``... x m x d`` inducing points, whose discrete columns have no gradient."""
         Z: Tensor = self.inducing_points
         if not self.discrete_dims or not Z.requires_grad:
             return Z
@@ -279,9 +280,9 @@ class DualState(_VariationalStrategy):
 
     @torch.no_grad()
     def keep_placed(self) -> None:
-        """Put discrete columns of the inducing points back if an optimiser has moved them.
+        """Restore discrete columns of the inducing points if an optimiser has moved them.
 
-        They have no gradient, but weight decay moves them nevertheless. Training loops call it
+        They have no gradient, but weight decay moves them nevertheless. Training loops call this
         with each forward pass.
         """
         Z = self.inducing_points
@@ -307,7 +308,7 @@ class DualState(_VariationalStrategy):
 
     @property
     def latent_dims(self) -> int:
-        """How many trailing batch dimensions of the duals are latent functions: 0 or 1."""
+        """Number of trailing batch dimensions of the duals that are latent functions: 0 or 1."""
         return 0 if self.num_latents is None else 1
 
     @property
@@ -350,7 +351,7 @@ class DualState(_VariationalStrategy):
         R, mean = factors = self._factors_to_learn(same_pass=False)
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
         if self._takes_a_step(mean):
-            # Wrappers ask for its divergence from the prior; of anything else nobody learns q.
+            # Wrappers use its divergence from the prior. No other use of it can learn q.
             R, mean = R.view_as(R), mean.view_as(mean)
             for tensor in (R, mean):
                 tensor.register_hook(_refuse)
@@ -361,12 +362,12 @@ class DualState(_VariationalStrategy):
         return q
 
     def kl_divergence(self) -> Tensor:
-        """``KL[q(u) || p(u)]``, summed over latents; of the batch shape of the model."""
+        """Return ``KL[q(u) || p(u)]``, summed over latents, of the batch shape of the model."""
         kl = self._divergence(self._factors_to_learn(same_pass=True))
         return kl.sum(-1) if self.latent_dims else kl
 
     def _divergence(self, factors: Factors) -> Tensor:
-        """The divergence from the prior, one of each latent, whose weight in a loss is noted."""
+        """Return the divergence from the prior for each latent, and record its weight in a loss."""
         kl = kl_divergence(factors)
         if self._takes_a_step(kl):
             assert self._own_steps is not None
@@ -381,23 +382,23 @@ class DualState(_VariationalStrategy):
         return learns and not _SITES_ARE_FIXED.get()
 
     def _knows_only_data(self) -> bool:
-        """Whether all that the strategy knows can be in the objective of a training loop."""
+        """Whether everything that the strategy has learnt can be in a training loop's objective."""
         return not self.has_summary
 
     def _factors_to_learn(self, same_pass: bool) -> Factors:
-        """The whitened posterior, for objectives."""
+        """Return the whitened posterior, for objectives."""
         leaves = self.leaves()
         return self.state(same_pass).factors if leaves is None else natural_factors(leaves)
 
     @property
     def summary(self) -> Summary:
-        """What is known of observations that are no longer at hand, in the basis of the duals."""
+        """The summary of folded observations, in the basis of the duals."""
         duals = Duals(self.summary_lam, self.summary_B)
         return Summary(duals, self.summary_square, self.summary_count)
 
     @property
     def has_summary(self) -> bool:
-        """Whether anything has been folded; asks the device once for each summary."""
+        """Whether anything has been folded; needs one host synchronisation for each summary."""
         count, known = self.summary_count, self._summary_known
         if known is None or known[0] is not count or known[1] != count._version:
             known = (count, count._version, bool(count.any()))
@@ -405,10 +406,10 @@ class DualState(_VariationalStrategy):
         return known[2]
 
     def base(self, basis: Basis, likelihood: Likelihood, share: float = 1.0) -> Duals | None:
-        """The summary's duals in a basis, as far as it counts; ``None`` if it is empty.
+        """Return the share of the summary's duals that counts, in a basis; ``None`` if it is empty.
 
         Args:
-            basis: The way there from the basis of the stored duals.
+            basis: The change of basis, from that of the stored duals.
             likelihood: The likelihood.
             share: How much of the summary counts, from 0 to 1.
         """
@@ -418,22 +419,22 @@ class DualState(_VariationalStrategy):
         return duals_now(summary, basis, summary_noise(likelihood))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The strategy's own tensors by name, without graphs: all that updates change of it."""
+        """Return all tensors of the strategy that an update changes, by name and without graphs."""
         self.settle()
         tensors = {name: getattr(self, name) for name in TENSORS}
         return {k: t.detach() if t.requires_grad else t for k, t in tensors.items()}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace some of the strategy's tensors, by others of any size.
+        """Replace some of the strategy's tensors by others of any size.
 
         Args:
-            tensors: Tensors by name. Inducing points of the same shape become those of the same
+            tensors: Tensors by name. Inducing points of the same shape are copied into the same
                 parameter, so that optimisers keep it.
         """
         for name, value in tensors.items():
             old = getattr(self, name)
             if isinstance(old, Parameter) and old.shape == value.shape:
-                old.data = value.detach().clone()  # others may still need what it had
+                old.data = value.detach().clone()  # the old memory may still be in use
             elif isinstance(old, Parameter):
                 setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
             else:
@@ -446,19 +447,19 @@ class DualState(_VariationalStrategy):
 
     @property
     def prior_at(self) -> Forward:
-        """The model's prior at inputs as this strategy sees them."""
+        """The model's prior, as a function of inputs as this strategy sees them."""
         return prior_of(self.model)
 
     # ---------------------------------------------------------------- training loops
 
     def attach(self, leaves: Leaves) -> None:
-        """Be learnt by an optimiser, as long as it is alive.
+        """Let an optimiser learn the duals, as long as it is alive.
 
-        In train mode the prior then moves under the whitened posterior, as in GPyTorch, instead of
-        taking it along.
+        In train mode, the whitened posterior then stays fixed while the prior changes, as in
+        GPyTorch.
 
         Args:
-            leaves: What the optimiser moves; gets the present duals.
+            leaves: The tensors that the optimiser moves; they are set to the present duals.
         """
         with _eval_mode(self.model):
             self.rebase()
@@ -466,19 +467,19 @@ class DualState(_VariationalStrategy):
         leaves.of(Duals(self.dual_lam, self.dual_B))
 
     def leaves(self) -> Duals | None:
-        """What an optimiser learns of this strategy in train mode; ``None`` if there is none."""
+        """Return the duals that an optimiser learns in train mode; ``None`` if there are none."""
         leaves = None if self._leaves is None or not self.training else self._leaves()
         return None if leaves is None else leaves.of(Duals(self.dual_lam, self.dual_B))
 
     def is_attached(self, leaves: Leaves) -> bool:
-        """Whether these leaves are those that are learnt."""
+        """Whether these are the leaves that an optimiser learns."""
         return self._leaves is not None and self._leaves() is leaves
 
     def learn(self, duals: Duals) -> None:
-        """Take duals from an optimiser, in the basis of whatever the prior is.
+        """Take duals from an optimiser, in the basis of the present prior, whatever it is.
 
         Args:
-            duals: The duals; not used by anyone else.
+            duals: The duals, which must not be used elsewhere.
         """
         self.dual_lam, self.dual_B = duals
         self._floating, self.learnt_in_loop = self.jitter_val, True
@@ -487,9 +488,9 @@ class DualState(_VariationalStrategy):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the present prior, as it is in eval mode, the basis of duals that float.
+        """Make the present prior in eval mode the basis of floating duals.
 
-        Does not change the whitened posterior; later changes of hyperparameters start from here.
+        The whitened posterior does not change. Later changes of hyperparameters start from here.
         """
         if self._floating is None:
             return
@@ -502,22 +503,23 @@ class DualState(_VariationalStrategy):
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Make the present inducing points and hyperparameters the duals' own basis.
+        """Move the duals to the basis of the present inducing points and hyperparameters.
 
-        Predictions do not change; later changes of hyperparameters start from here.
+        Predictions do not change. Later changes of hyperparameters start from here.
         """
         state = self.state()
         self.store(state.duals, state)
 
     def rescale(self, scale: Tensor, offset: Tensor, noise_free: bool) -> None:
-        r"""Change the units of the function: what is known of ``f`` is known of ``a f + b``.
+        r"""Change the units of the function, from ``f`` to ``a f + b``.
 
         With whitened values :math:`v = L^{-1} (u - \mu)`, :math:`v' = a v`. A pseudo-likelihood
-        :math:`\lambda^T v - \tfrac12 v^T B v` has :math:`\lambda / a` and :math:`B / a^2` then. If
-        Gaussian noise is kept apart, its variance has changed by :math:`a^2`.
+        :math:`\lambda^T v - \tfrac12 v^T B v` then has :math:`\lambda / a` and :math:`B / a^2`. If
+        the summary is free of Gaussian noise, the variance of that noise has changed by
+        :math:`a^2`.
 
         Args:
-            scale: ``[m]``, ``a``, a number for each output if there are several.
+            scale: ``[m]``, ``a``, one number for each output if there are several.
             offset: ``[m]``, ``b``.
             noise_free: Whether the summary is free of the noise of Gaussian observations.
         """
@@ -536,16 +538,16 @@ class DualState(_VariationalStrategy):
     # ---------------------------------------------------------------- state and its cache
 
     def state(self, same_pass: bool = False) -> State:
-        """Factorisations at the present inducing points, duals and hyperparameters.
+        """Return the factorisations at the present inducing points, duals and hyperparameters.
 
-        They are kept, and used again only if everything that they were made from is the same:
-        hyperparameters and inducing points value by value (in one comparison), modules, plain
-        attributes and duals by identity. In eval mode they are detached from the graph. In train
-        mode a graph is good for one backward pass, so only what belongs to the same pass uses it
-        again.
+        They are cached, and used again only if everything that they depend on is the same:
+        hyperparameters and inducing points are compared by value (in one comparison), modules,
+        plain attributes and duals by identity. In eval mode they are detached from the graph. In
+        train mode a graph can be used for one backward pass only, so the cache is only valid within
+        the same forward pass.
 
         Args:
-            same_pass: Whether this belongs to the same forward pass as the call before.
+            same_pass: Whether this belongs to the same forward pass as the previous call.
         """
         leaves = self.leaves()
         if leaves is not None:
@@ -561,7 +563,7 @@ class DualState(_VariationalStrategy):
                 return cached.state
             fingerprint = self._fingerprint()
             if cached is not None and usable and cached.fingerprint.matches(fingerprint):
-                if graph:  # which is good for one pass
+                if graph:  # which is valid for one pass only
                     self._cache = None
                 return cached.state
             self._cache = None
@@ -569,16 +571,16 @@ class DualState(_VariationalStrategy):
             if graph and self.training and not _SITES_ARE_FIXED.get():
                 state = self._watched(state)
             self._cache = _Cached(graph, fingerprint, state)
-            if state.chol.requires_grad:  # a backward pass uses the graph up
+            if state.chol.requires_grad:  # a backward pass frees the graph
                 state.chol.register_hook(lambda _: self.clear_cache())
             return state
 
     def _built(self) -> State:
-        """The state at the present prior.
+        """Return the state at the present prior.
 
-        With a likelihood that is not log-concave, some sites have negative precision, and a prior
-        that an optimiser has changed meanwhile may have no posterior with them. In a training loop
-        the whitened posterior then stays what it is.
+        With a likelihood that is not log-concave, some sites have negative precision. After an
+        optimiser has changed the prior, there may be no posterior with these sites. In a training
+        loop, the whitened posterior then stays as it is.
         """
         try:
             return self.build(self.placed_points)
@@ -590,7 +592,7 @@ class DualState(_VariationalStrategy):
             return self.build(self.placed_points)
 
     def _watched(self, state: State) -> State:
-        """A state whose posterior may learn from a backward pass; see `OwnSteps`."""
+        """Return a state whose posterior may learn from a backward pass; see `OwnSteps`."""
         made_from, own = self.dual_B, weakref.ref(self)
         detached = State(
             state.chol.detach(),
@@ -604,7 +606,7 @@ class DualState(_VariationalStrategy):
         def learn(duals: Duals) -> None:
             nonlocal made_from
             strategy = own()
-            # A gradient of a posterior that is gone is not used.
+            # Ignore the gradient of a posterior that has been replaced.
             if strategy is not None and strategy.dual_B is made_from:
                 strategy.store(duals, detached)
                 strategy.learnt_in_loop = True
@@ -616,7 +618,7 @@ class DualState(_VariationalStrategy):
         return state._replace(factors=self._own_steps.watch(state.duals, state.factors))
 
     def state_in_loop(self, leaves: Duals, mean: Tensor, K: Tensor) -> State:
-        """The state of one pass of a training loop: duals are whitened by whatever the prior is.
+        """Return the state for one pass of a training loop; the present prior whitens the duals.
 
         Args:
             leaves: The duals.
@@ -630,12 +632,12 @@ class DualState(_VariationalStrategy):
         return State(chol, mean, K.shape[:-2].numel() == 1, basis, leaves, natural_factors(leaves))
 
     def _fingerprint(self) -> _Fingerprint:
-        """What the state depends on; reads no numbers."""
+        """Return everything that the state depends on, without reading values on the host."""
         owners: list[Any] = []
         plain: list[Any] = [self.jitter_val, self.training]
         tensors: list[Tensor] = [self.inducing_points]
         for module in _prior_modules(self.model):
-            if module is not self.model:  # copies of it share its modules
+            if module is not self.model:  # copies of the model share its modules
                 owners.append(module)
                 plain.append(module.training)
             for name, value in vars(module).items():
@@ -658,13 +660,13 @@ class DualState(_VariationalStrategy):
             return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
 
     def stays(self, Z: Tensor) -> bool:
-        """Whether ``Z`` are the points of the stored duals, and not about to move."""
+        """Whether ``Z`` are the points of the stored duals, and have no gradient."""
         moves = Z.requires_grad and torch.is_grad_enabled()
         points = self.reference_points
         return not moves and Z.shape == points.shape and torch.equal(Z, points)
 
     def _change_of_basis(self, Z: Tensor, mean: Tensor, K: Tensor) -> tuple[Tensor, Basis]:
-        """``chol(Kzz)``, and the way from the basis of the stored duals to that of ``Z``."""
+        """Return ``chol(Kzz)`` and the change of basis from that of the stored duals to ``Z``."""
         if self.stays(Z):
             return self.basis(Z, K, mean)
         joint = joint_prior(self.prior_at, Z, self.reference_points, shared=False)
@@ -679,19 +681,19 @@ class DualState(_VariationalStrategy):
         cross: Tensor | None = None,
         covariance: Tensor | None = None,
     ) -> tuple[Tensor, Basis]:
-        """As `_change_of_basis`, from blocks of the prior.
+        """Return the same as `_change_of_basis`, from blocks of the prior.
 
         Args:
             Z: ``... x m x d`` inducing points.
             K: ``... x m x m``, their prior covariance.
             mean: ``... x s``, the prior mean at the points of the stored duals.
-            cross: ``... x m x s`` covariance of the two; ``None`` if they are the same points.
+            cross: ``... x m x s``, the covariance of the two; ``None`` if they are the same points.
             covariance: ``... x s x s``, that of the latter, if there is a summary.
         """
         chol, reference = scaled_cholesky(K, self.jitter_val), self.reference_chol
         shift = self.reference_mean - mean
         if cross is None:
-            # Nothing has moved: the duals are those that are stored, bit by bit.
+            # Nothing has moved: return the stored duals, bit by bit.
             moves = chol.requires_grad or shift.requires_grad or chol.shape != reference.shape
             if not moves and bool(((chol == reference).all() & (shift == 0).all()).item()):
                 return chol, Basis(None, reference, shift, None)
@@ -706,7 +708,7 @@ class DualState(_VariationalStrategy):
         return chol, Basis(transport, reference, shift, unexplained)
 
     def build(self, Z: Tensor) -> State:
-        """Two Cholesky factorisations, and the duals' way from their own basis to this one."""
+        """Return the state at ``Z``: two Cholesky factorisations and a change of basis."""
         mean, K = values_prior(self.prior_at, Z)
         chol, basis = self._change_of_basis(Z, mean, K)
         duals = moved(Duals(self.dual_lam, self.dual_B), basis)
@@ -721,7 +723,7 @@ class DualState(_VariationalStrategy):
         summary: Summary | None = None,
         factors: Factors | None = None,
     ) -> None:
-        """Make duals the strategy's own.
+        """Store duals as the strategy's own.
 
         Args:
             duals: The duals, in the basis of ``state``.
@@ -743,8 +745,8 @@ class DualState(_VariationalStrategy):
             )
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
-        # Tensors of their own, as if loaded from a file: rounding depends on strides and alignment.
-        # All at once, since modules look closely at each attribute that is set.
+        # Copies, as if loaded from a file: rounding depends on strides and alignment. All at once,
+        # since setting an attribute of a module is slow.
         self._buffers.update(
             summary_lam=_own(summary.duals.lam),
             summary_B=_own(summary.duals.B),
@@ -753,17 +755,17 @@ class DualState(_VariationalStrategy):
             dual_lam=_own(duals.lam),
             dual_B=_own(duals.B),
             reference_points=self.inducing_points.detach().clone(),
-            # A copy: a constant mean is a view of the very parameter that optimisers move.
+            # A copy: a constant mean is a view of the parameter, which optimisers change in place.
             reference_mean=state.prior_mean.detach().clone(),
             reference_chol=_own(state.chol),
             variational_params_initialized=torch.ones_like(self.variational_params_initialized),
         )
-        if known is not None:  # without asking the device again
+        if known is not None:  # without another host synchronisation
             self._summary_known = self.summary_count, self.summary_count._version, known
         self._floating = None
         self.clear_cache()
         if not torch.is_grad_enabled():
-            # Nothing but the duals is new: what the next prediction needs is at hand.
+            # Only the duals are new: cache the state for the next prediction.
             own = Duals(self.dual_lam, self.dual_B)
             basis = Basis(None, self.reference_chol, torch.zeros_like(self.reference_mean), None)
             fresh = state._replace(
@@ -777,9 +779,9 @@ class DualState(_VariationalStrategy):
 
     @torch.no_grad()
     def kept(self) -> _Cached | None:
-        """The factorisations at hand, if they were made from the present modules and duals.
+        """Return the cached factorisations, if they belong to the present modules and duals.
 
-        Whether hyperparameters are the same, too, is seen when they are used.
+        Hyperparameters are only compared when the factorisations are used.
         """
         cached = self._cache
         if cached is None or cached.graph:
@@ -788,10 +790,10 @@ class DualState(_VariationalStrategy):
 
     @torch.no_grad()
     def keep(self, cached: _Cached | None) -> None:
-        """Use factorisations that were made from copies of what there is now.
+        """Use factorisations that were made from copies of the present modules and duals.
 
         Args:
-            cached: What `kept` returned.
+            cached: The result of `kept`.
         """
         if cached is not None:
             values = cached.fingerprint.values
@@ -800,16 +802,17 @@ class DualState(_VariationalStrategy):
 
     @contextmanager
     def keeping_state(self) -> Iterator[None]:
-        """While modules and parameters are exchanged for copies of them."""
+        """Keep the cached factorisations while modules and parameters are replaced by copies."""
         cached = self.kept()
         yield
         self.keep(cached)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """While nobody else changes hyperparameters or inducing points, nor writes to any tensor.
+        """Use cached factorisations without comparing what they depend on, in this context.
 
-        Factorisations are then used again without a look at all that they were made from.
+        Nobody else may change hyperparameters or inducing points, or write to any tensor,
+        meanwhile.
         """
         before = self._is_steady
         self.state()
@@ -820,12 +823,12 @@ class DualState(_VariationalStrategy):
             self._is_steady = before
 
     def clear_cache(self) -> None:
-        """Forget the factorisations; the next prediction makes them anew."""
+        """Clear the cached factorisations; the next prediction computes them again."""
         self._cache = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # For copies and pickles, neither of which can hold the graph of a forward pass.
-        # Nor can a copy have a fingerprint of the modules that it was made from.
+        # For copies and pickles. Neither can hold the graph of a forward pass, and the fingerprint
+        # of the original modules does not fit a copy.
         gone = dict.fromkeys(("_cache", "_summary_known", "_leaves", "_own_steps"))
         return {**self.__dict__, **gone, "_is_steady": False}
 
@@ -844,7 +847,7 @@ class DualState(_VariationalStrategy):
             value, own = state_dict.get(prefix + name), getattr(self, name)
             if value is not None and value.shape != own.shape:
                 self.set_tensors({name: own.detach().new_zeros(value.shape)})
-            elif not isinstance(own, Parameter):  # shared with fantasy models: never copied into
+            elif not isinstance(own, Parameter):  # shared with fantasy models, so not in place
                 setattr(self, name, own.clone())
         self.clear_cache()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -858,8 +861,8 @@ class DualState(_VariationalStrategy):
         self._placed = None
         self.clear_cache()
         result = super()._apply(fn, *args, **kwargs)
-        # Whitened duals survive a change of precision, the factor that they were made with does
-        # not: its inverse would magnify the rounding of both.
+        # Whitened duals survive a change of precision, but the factor of their basis does not: its
+        # inverse would magnify the rounding errors of both.
         self._floating = self._floating if jitter is None else jitter
         return result
 
@@ -867,10 +870,11 @@ class DualState(_VariationalStrategy):
     def _prepare_for(self, dtype: torch.dtype) -> float | None:
         """Move the duals to a basis that another precision can represent.
 
-        Less precision needs more jitter: inducing values of now are a part of what they will be.
+        Less precision needs more jitter. In the new basis, the inducing values are the present ones
+        plus independent noise.
 
         Returns:
-            The jitter of that basis; ``None`` if it could not be made.
+            The jitter of that basis; ``None`` if it could not be computed.
         """
         jitter = relative_jitter(dtype) if self._jitter_val is None else self._jitter_val
         jitter = max(jitter, self.jitter_val)
@@ -878,7 +882,7 @@ class DualState(_VariationalStrategy):
             with _eval_mode(self.model):
                 state = self.state()
                 _, K = values_prior(self.prior_at, self.inducing_points)
-        except RuntimeError:  # of modules that have been converted before
+        except RuntimeError:  # some modules have already been converted
             return None
         if K.dtype != self.dual_B.dtype:
             return None
@@ -892,7 +896,7 @@ class DualState(_VariationalStrategy):
 
 
 def _check_prior_is_a_function(model: Module) -> None:
-    """Raise if the prior depends on the batch or on chance: blocks of it would not fit together."""
+    """Raise if the prior depends on the batch or on random numbers, so that blocks do not match."""
     for module in _prior_modules(model):
         if module.training and isinstance(module, _BatchNorm | _DropoutNd):
             raise RuntimeError(
@@ -904,7 +908,7 @@ def _check_prior_is_a_function(model: Module) -> None:
 
 
 def _refuse(_: Tensor) -> None:
-    """Raise in a backward pass whose gradient for q no optimiser would use."""
+    """Raise in a backward pass whose gradient with respect to q would be lost."""
     raise RuntimeError(
         "This objective cannot teach a DualVariationalStrategy its posterior, which is not a "
         "parameter: it does not ask for kl_divergence(), or the strategy knows of observations "
@@ -917,14 +921,14 @@ def _refuse(_: Tensor) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy in a memory of its own, without a graph."""
+    """Return a contiguous copy in memory of its own, without a graph."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _prior_modules(module: Module) -> list[Module]:
-    """The modules that a model's prior may depend on: all but strategies and likelihoods."""
+    """Return the modules that a model's prior may depend on: all but strategies and likelihoods."""
     found = [module]
-    for each in found:  # which grows
+    for each in found:  # which grows in the loop
         for child in each._modules.values():
             kind: Any = type(child)  # hashable, as all classes are
             if child is not None and _is_of_prior(kind):
@@ -934,13 +938,13 @@ def _prior_modules(module: Module) -> list[Module]:
 
 @lru_cache(maxsize=256)
 def _is_of_prior(kind: type[Module]) -> bool:
-    """Remembered, as the question is asked of abstract classes, which take long to answer."""
+    """Whether a prior may depend on modules of a class; cached, since checks of ABCs are slow."""
     return not issubclass(kind, _VariationalStrategy | Likelihood)
 
 
 @contextmanager
 def _eval_mode(model: Module) -> Iterator[None]:
-    """Evaluate a model's prior as it is in eval mode, whatever mode it is in."""
+    """Evaluate a model's prior as in eval mode, whatever its mode is."""
     training = [module for module in _prior_modules(model) if module.training]
     for module in training:
         module.training = False

@@ -59,12 +59,12 @@ from seqgp.variational.linear_operators import PosteriorCovariance
 from seqgp.variational.prior_blocks import Forward, Prior, contract, frozen_prior, joint_prior
 from seqgp.variational.state import DualState, State
 
-#: Elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and for all
-#: chunks together before they are computed anew at each pass over the data.
+#: Number of elements of a cross-covariance block ``m x n`` that are held in memory: per chunk, and
+#: for all chunks together. Beyond the latter, chunks are computed again at each pass over the data.
 CHUNK_ELEMENTS = 2**19
 KEEP_ELEMENTS = 2**25
 
-#: Options of methods whose other arguments are per point, for errors.
+#: Options of methods whose other keyword arguments are per point; used in error messages.
 _OPTIONS = (
     *("likelihood", "rho", "num_data", "add", "tol", "max_steps", "fixed_inducing"),
     *("weights", "coefficients", "summary_share"),
@@ -72,7 +72,7 @@ _OPTIONS = (
 
 
 class Observed(NamedTuple):
-    """Observations that the posterior process has been conditioned on, outside of Z."""
+    """Observations outside of Z that the posterior process has been conditioned on."""
 
     data: Observations
     likelihood: Likelihood
@@ -80,7 +80,7 @@ class Observed(NamedTuple):
     prior_mean: Tensor  # ... [x c] x q, on which the sites are centred
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> Observed:
-        """The same, each tensor converted."""
+        """Convert each tensor."""
         site = Sites(*map(convert, self.sites))
         return self._replace(
             data=self.data.to(convert), sites=site, prior_mean=convert(self.prior_mean)
@@ -88,7 +88,7 @@ class Observed(NamedTuple):
 
 
 class Whitened(NamedTuple):
-    """Functionals as the inducing points see them: ``A = L^-1 K_zh`` and what that leaves."""
+    """The whitened cross-covariance ``A = L^-1 K_zh``, and the variance it leaves unexplained."""
 
     A: Tensor  # ... x m x n
     unexplained: Tensor  # ... x n
@@ -96,7 +96,7 @@ class Whitened(NamedTuple):
 
 
 class _Correction(NamedTuple):
-    """What `Observed` does to predictions made with one particular `State`."""
+    """The effect of `Observed` on predictions made with one particular `State`."""
 
     state: State
     conditioned: Conditioned
@@ -104,7 +104,7 @@ class _Correction(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """The posterior of what is observed."""
+    """The posterior of the observed values or functionals."""
 
     prior_mean: Tensor  # ... [x c] x q
     centred: Tensor  # ... [x c] x q, posterior mean minus prior mean
@@ -113,9 +113,9 @@ class _Moments(NamedTuple):
 
 
 class _Prediction(NamedTuple):
-    """What has been computed for one prediction."""
+    """The intermediate results of one prediction."""
 
-    x: Tensor  # as it was given
+    x: Tensor  # the inputs, as they were passed
     state: State
     prior_mean: Tensor  # ... x n
     prior_covariance: LinearOperator  # ... x n x n
@@ -123,7 +123,7 @@ class _Prediction(NamedTuple):
     explained: Tensor  # ... x m x n, (I - W^-1) A
 
     def moments(self) -> _Moments:
-        """The same as conditioning wants it."""
+        """Return the moments that conditioning needs."""
         covariance = to_dense(self.prior_covariance) - self.A.mT @ self.explained
         centred = posterior_mean(self.A, self.state.factors)
         return _Moments(self.prior_mean, centred, covariance, self.explained)
@@ -178,7 +178,7 @@ class DualVariationalStrategy(DualState):
     """
 
     has_fantasy_strategy = True
-    #: The processes that share the observations: each learns from its own shard, and all end with
+    #: The processes that share the observations. Each learns from its own shard, and all end with
     #: the same duals.
     ranks: Ranks = ALONE
 
@@ -199,7 +199,7 @@ class DualVariationalStrategy(DualState):
         self._past: tuple[Tensor, float, Past] | None = None
         self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
-        # Within `sharing_predictions`, the latest one.
+        # The latest prediction, within `sharing_predictions`.
         self._predictions: list[_Prediction] | None = None
         self.is_fantasy = False
 
@@ -210,7 +210,7 @@ class DualVariationalStrategy(DualState):
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
         state["_whitened"] = state["_coincident"] = state["_predictions"] = None
-        if self._observed is not None:  # a copy cannot hold the graph of the observations either
+        if self._observed is not None:  # a copy cannot hold the graph of the observations
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
@@ -220,11 +220,11 @@ class DualVariationalStrategy(DualState):
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
 
-    # ---------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------- state
 
     @property
     def base_variational_strategy(self) -> DualVariationalStrategy:
-        """The strategy itself. GPyTorch's for several outputs are wrappers of one of this name."""
+        """The strategy itself, under the name that GPyTorch's wrappers for several outputs use."""
         return self
 
     @property
@@ -234,7 +234,7 @@ class DualVariationalStrategy(DualState):
 
     @property
     def observed(self) -> Observed | None:
-        """What the posterior process has been conditioned on, outside of the inducing points."""
+        """The observations outside of Z that the posterior process has been conditioned on."""
         return self._observed
 
     @observed.setter
@@ -243,7 +243,7 @@ class DualVariationalStrategy(DualState):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """Batch shape of the posterior: of the prior, the duals and the observations on top."""
+        """Batch shape of the posterior, from prior, duals and conditioned observations."""
         state = self.state()
         shapes = [state.chol.shape[:-2], state.factors.mean.shape[:-1]]
         if self._observed is not None:
@@ -255,13 +255,13 @@ class DualVariationalStrategy(DualState):
         return super()._knows_only_data() and self.ranks.alone and not self.is_fantasy
 
     def set_ranks(self, ranks: Ranks) -> None:
-        """Share the observations with other processes, or with none.
+        """Set the processes that share the observations.
 
         Args:
-            ranks: The processes.
+            ranks: The processes; `ALONE` for none.
         """
         self.__dict__.pop("ranks", None)
-        if not ranks.alone:  # which is not part of a checkpoint
+        if not ranks.alone:  # the ranks are not part of a checkpoint
             self.ranks = ranks
 
     # ---------------------------------------------------------------- learning
@@ -276,15 +276,15 @@ class DualVariationalStrategy(DualState):
         num_data: int | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """One natural-gradient step on the evidence lower bound of a data set.
+        """Take one natural-gradient step on the evidence lower bound of a data set.
 
         Args:
             inputs: ``... x n x d`` inputs, all of them or a minibatch; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            rho: Step size, in (0, 1]. With a Gaussian likelihood, all data and ``rho=1`` one step
-                is exact. With a likelihood that is not log-concave, a step after which there would
-                be no posterior is shortened.
+            rho: Step size, in (0, 1]. With a Gaussian likelihood and all data, one step with
+                ``rho=1`` is exact. If the likelihood is not log-concave, a step is shortened if
+                there would be no posterior after it.
             num_data: Size of the whole data set, if this is a minibatch.
             arguments: Per-point arguments of the likelihood (``noise=``, ``total_count=``, ...),
                 with trailing dimension ``n``.
@@ -414,7 +414,7 @@ class DualVariationalStrategy(DualState):
         exact: bool = False,
         **arguments: Any,
     ) -> tuple[Tensor, Sites]:
-        r"""The evidence lower bound of a data set, maximised over q, with its exact gradient.
+        r"""Return the evidence lower bound, maximised over q, with its exact gradient.
 
         The sites are converged at the present hyperparameters and then held fixed, which does not
         change the gradient at the maximum over q (`seqgp.variational.bound`). The duals of the
@@ -430,16 +430,17 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            start: Sites to start from, say those at the hyperparameters of the previous step.
+            start: Sites to start from, for example those of the previous hyperparameters.
             tol: Relative tolerance for the sites.
-            stands_for: ``... [x c] x k``, the summed precision of the folded observations for which
-                each of the first ``k`` observations stands; for Gaussian noise, their number.
+            stands_for: ``... [x c] x k``, the summed precision of the folded observations that each
+                of the first ``k`` observations stands for; for Gaussian noise, their number.
             weights: ``n``, how often each observation counts; by default once.
-            max_steps: Passes over the data at which to stop with the sites, with a warning.
-            coefficients: As for `converge`.
-            summary_share: As for `converge`.
-            exact: The bound for inducing points at all inputs, whatever the present ones are. It is
-                the evidence of the exact GP if the likelihood is Gaussian.
+            max_steps: The maximum number of passes over the data to converge the sites. If it is
+                reached, there is a warning.
+            coefficients: See `converge`.
+            summary_share: See `converge`.
+            exact: Whether to compute the bound for inducing points at all inputs, instead of the
+                present ones. It is the evidence of the exact GP if the likelihood is Gaussian.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -460,7 +461,7 @@ class DualVariationalStrategy(DualState):
         return maximised_bound(setting, data, likelihood, start, tol, max_steps, stands_for)
 
     def setting(self, summary_share: float = 1.0) -> Setting:
-        """What the bound needs to know of this strategy.
+        """Return what the bound needs of this strategy.
 
         Args:
             summary_share: How much of the summary counts, from 0 to 1.
@@ -480,7 +481,7 @@ class DualVariationalStrategy(DualState):
         )
 
     def _kept(self, Z: Tensor, points: Tensor) -> Tensor | None:
-        """Which inducing points are which others; ``None`` if they are about to move."""
+        """Return which inducing points coincide with which others; ``None`` if they may move."""
         if Z.requires_grad and torch.is_grad_enabled():
             return None
         known = self._coincident
@@ -490,7 +491,7 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def _past_sites(self, share: float) -> Past:
-        """The summary as sites on functionals; made once for each summary."""
+        """Return the summary as sites on functionals, cached for each summary."""
         known = self._past
         if known is None or known[0] is not self.summary_B or known[1] != share:
             (lam, B), square, number = discounted(self.summary, share)
@@ -506,7 +507,7 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def log_summary_constant(self, likelihood: Likelihood, share: float = 1.0) -> Tensor:
-        """The summary's part of the bound that `converge` leaves out, as q does not enter it.
+        """Return the summary's part of the bound that does not depend on q; `converge` omits it.
 
         Args:
             likelihood: The likelihood.
@@ -525,14 +526,15 @@ class DualVariationalStrategy(DualState):
         unseen: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Sites, Tensor]:
-        """Sites of observations under the present posterior, and its variances there.
+        """Return the sites of observations under the present posterior, and its variances there.
 
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            unseen: ``c``, which classes of a softmax have not been observed. The sites of their
-                latents are those of a bound, `seqgp.likelihoods.softmax.softmax_bound_sites`.
+            unseen: ``c`` flags for the classes of a softmax that have not been observed. The sites
+                of their latents are those of a bound,
+                `seqgp.likelihoods.softmax.softmax_bound_sites`.
             arguments: Per-point arguments of the likelihood.
 
         Returns:
@@ -570,7 +572,7 @@ class DualVariationalStrategy(DualState):
         Args:
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
-            sites: Their sites, as `bound` returns them; by default those under the present
+            sites: Their sites, as returned by `bound`; by default those under the present
                 posterior.
             likelihood: The likelihood; by default the model's attribute of that name.
             index: Indices of the observations that are folded; by default all.
@@ -619,7 +621,7 @@ class DualVariationalStrategy(DualState):
             inputs: ``... x n x d`` inputs; or checked `Observations`.
             targets: ``... x n`` targets.
             likelihood: The likelihood; by default the model's attribute of that name.
-            unseen: As for `sites`.
+            unseen: See `sites`.
             arguments: Per-point arguments of the likelihood.
         """
         data, likelihood = self.checked(inputs, targets, likelihood, arguments)
@@ -631,7 +633,7 @@ class DualVariationalStrategy(DualState):
         impossible = bool((eigenvalues < -tolerance).any()) or bool((summary.number < 0).any())
         exact = summary_noise(likelihood) is not None
         if exact:
-            # By more than what hyperparameters that have changed since can make of it.
+            # Negative by more than a change of hyperparameters in the meantime can explain.
             least = least_square(summary)
             impossible |= bool((least < -0.01 * (1 + self.summary.square)).any())
         if impossible:
@@ -654,7 +656,7 @@ class DualVariationalStrategy(DualState):
         sign: int,
         index: Tensor | None = None,
     ) -> Summary:
-        """The summary in the present basis with observations added or taken out."""
+        """Return the summary in the present basis with observations added or removed."""
         summary = rebase_summary(self.summary, state.basis)
         A, _, prior_mean = self.whitened(state.chol, state.shared, data)
         residual, weights = data.targets - prior_mean, data.weights
@@ -739,13 +741,13 @@ class DualVariationalStrategy(DualState):
                 in the paper. The variance that these do not explain then remains.
             tol: Relative tolerance for the sites.
             max_steps: The largest number of iterations for the sites.
-            coefficients: As for `converge`, ``... x q x J``.
+            coefficients: ``... x q x J``; see `converge`.
             arguments: Per-point arguments of the likelihood.
         """
         fantasy = self.shallow_copy()
         strategy: DualVariationalStrategy = fantasy.variational_strategy
         strategy.is_fantasy = True
-        strategy.set_ranks(ALONE)  # what it observes, it observes alone
+        strategy.set_ranks(ALONE)  # the new observations are not shared with other processes
         if fixed_inducing:
             strategy.converge(
                 inputs,
@@ -775,11 +777,11 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- predictions
 
     def __call__(self, x: Tensor, prior: bool = False, diag: bool = True) -> MultivariateNormal:
-        """``q(f)`` at inputs ``... x n x d``.
+        """Return ``q(f)`` at inputs ``... x n x d``.
 
         Args:
             x: The inputs.
-            prior: Return the prior instead.
+            prior: Whether to return the prior instead.
             diag: In train mode, return only the variances (the off-diagonal elements are zero).
                 In eval mode the covariance is always full, and lazy.
         """
@@ -794,11 +796,11 @@ class DualVariationalStrategy(DualState):
         return self.forward(x, diag_only=self.training and diag)
 
     def forward(self, x: Tensor, diag_only: bool = False) -> MultivariateNormal:
-        """The predictive distribution; see `__call__`."""
+        """Return the predictive distribution; see `__call__`."""
         given = x
         x, forward = self._with_latents(x), self.prior_at
         if not self.training and torch.is_grad_enabled():
-            # Gradients may be evaluated when the model has moved on.
+            # Gradients may be evaluated after the hyperparameters have changed.
             forward = frozen_prior(forward)
         state, prior = self._pass(x, forward)
         A = solve_lower(state.chol, prior.cross)
@@ -817,8 +819,9 @@ class DualVariationalStrategy(DualState):
                 variance = (variance - (sign * reduction.square()).sum(-2)).clamp_min(0)
             covariance = DiagLinearOperator(variance)
         else:
-            # As in GPyTorch, jitter keeps the covariance of close or repeated inputs definite. It
-            # is relative to the variance at the inducing points, which is at hand.
+            # As in GPyTorch, jitter keeps the covariance of close or repeated inputs positive
+            # definite. It is relative to the variance at the inducing points, which is already
+            # known.
             scale = state.chol.square().sum(-1).mean(-1, keepdim=True)
             E, prior_covariance = explained(A, state.factors), prior.covariance()
             if self._predictions is not None:
@@ -836,14 +839,14 @@ class DualVariationalStrategy(DualState):
         return self._distribution(mean, covariance)
 
     def _pass(self, x: Tensor, forward: Forward) -> tuple[State, Prior]:
-        """The state, and the prior at inputs, for one prediction."""
+        """Return the state and the prior at inputs, for one prediction."""
         leaves, Z = self.leaves(), self.placed_points
         if leaves is None:
             state = self.state()
             Z = Z if self.training else Z.view_as(Z)  # as for the prior
             return state, joint_prior(forward, Z, x, state.shared)
-        # One evaluation for all blocks: in train mode a prior may depend on everything that it is
-        # evaluated at (batch normalisation) or on chance (dropout).
+        # One evaluation for all blocks: in train mode a prior may depend on all of its inputs
+        # together (batch normalisation) or on random numbers (dropout).
         prior = joint_prior(forward, Z, x, False, with_left=True)
         assert prior.left is not None
         return self.state_in_loop(leaves, *prior.left), prior
@@ -851,11 +854,11 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- the prior
 
     def _with_latents(self, x: Tensor) -> Tensor:
-        """Inputs ``... x n x d`` with a batch dimension for the latents, if there are several."""
+        """Add a batch dimension for several latents to inputs ``... x n x d``."""
         return x if self.num_latents is None else x.unsqueeze(-3)
 
     def _distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
-        """``... [x c] x n`` moments as a distribution with event shape ``n [x c]``."""
+        """Return ``... [x c] x n`` moments as a distribution with event shape ``n [x c]``."""
         if self.num_latents is None:
             return MultivariateNormal(mean, covariance)
         n, batch = mean.shape[-1], broadcast_shapes(mean.shape[:-2], covariance.shape[:-3])
@@ -881,10 +884,10 @@ class DualVariationalStrategy(DualState):
         coefficients: Tensor | None = None,
         conditioned: bool = False,
     ) -> tuple[Observations, Likelihood]:
-        """Observations that have been checked, and their likelihood.
+        """Check observations, and return them with their likelihood.
 
         Args:
-            inputs: Raw inputs, to be checked here, or observations that have been.
+            inputs: Raw inputs, or observations that have already been checked.
             targets: Raw targets.
             likelihood: The likelihood; by default the model's.
             arguments: Raw per-point arguments.
@@ -923,14 +926,14 @@ class DualVariationalStrategy(DualState):
             self.inducing_points.dtype,
             _OPTIONS,
         )
-        # A tensor of the user's may hold other numbers when it is passed again: what is known of
-        # inputs is found by who they are, see `whitened`.
+        # A new tensor object: the caller may change the values in place before passing the same
+        # tensor again, and the cache of `whitened` compares inputs by identity.
         if not conditioned:
             data = replace(data, inputs=data.inputs.view_as(data.inputs))
         return data, likelihood
 
     def prior(self, data: Observations, shared: bool) -> Prior:
-        """The prior of what is observed, and its covariance with the inducing values.
+        """Return the prior of observed functionals, and its covariance with the inducing values.
 
         Args:
             data: The observations.
@@ -942,7 +945,7 @@ class DualVariationalStrategy(DualState):
         return joint_prior(self.prior_at, self.placed_points, x, shared, coefficients=c)
 
     def whitened(self, chol: Tensor, shared: bool, data: Observations) -> Whitened:
-        """What the inducing points know of the functionals that are observed.
+        """Return the whitened cross-covariance of the observed functionals; see `Whitened`.
 
         Args:
             chol: ``... x m x m``, the Cholesky factor of the inducing points' covariance.
@@ -961,15 +964,15 @@ class DualVariationalStrategy(DualState):
         prior = self.prior(data, shared)
         A, mean = solve_lower(chol, prior.cross), prior.mean
         unexplained = unexplained_variance(A, prior.variance())
-        if self.num_latents is not None and mean.shape[-2] == 1:  # one prior for all of them
+        if self.num_latents is not None and mean.shape[-2] == 1:  # one prior for all latents
             mean = mean.expand(*mean.shape[:-2], self.num_latents, mean.shape[-1])
         result = Whitened(A, unexplained, mean)
-        # The next question is often about the same observations.
+        # The next call often has the same observations.
         self._whitened = None if graph else (data.inputs, data.coefficients, chol, result)
         return result
 
     def batch(self, state: State, data: Observations, likelihood: Likelihood) -> Batch:
-        """Observations as the natural gradient sees them.
+        """Return observations in the form that the natural gradient needs.
 
         Args:
             state: The present state.
@@ -981,7 +984,7 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def marginals(self, data: Observations) -> tuple[Tensor, Tensor]:
-        """``... [x c] x n`` posterior means and variances of what is observed.
+        """Return ``... [x c] x n`` posterior means and variances of the observed functionals.
 
         Args:
             data: The observations.
@@ -994,13 +997,13 @@ class DualVariationalStrategy(DualState):
     def batches(
         self, state: State, data: Observations, likelihood: Likelihood, passes: int | None = None
     ) -> Callable[[], Iterable[Batch]]:
-        """Observations in chunks whose size bounds the memory, however many there are.
+        """Return observations in chunks, so that memory is bounded for any number of them.
 
         Args:
             state: The present state.
             data: The observations.
             likelihood: Their likelihood.
-            passes: How often they will be iterated over, if it is known.
+            passes: The number of passes over the chunks, if it is known.
         """
         n = len(data)
         width = self.inducing_points.shape[-2] * data.points.shape[:-2].numel()
@@ -1022,12 +1025,12 @@ class DualVariationalStrategy(DualState):
     # ---------------------------------------------------------------- conditioning
 
     def shallow_copy(self) -> ApproximateGP:
-        """A model of the same type that shares everything with this one but its own state."""
+        """Return a model of the same type that shares everything with this one but its state."""
         model, strategy = copy.copy(self.model), copy.copy(self)
         for module in (model, strategy):
             for name in ("_modules", "_parameters", "_buffers"):
                 module.__dict__[name] = dict(module.__dict__[name])
-        # What a deep copy has to leave behind is still true of this one.
+        # Unlike in a deep copy, these caches are still valid.
         for name in ("_cache", "_summary_known", "_past", "_whitened"):
             strategy.__dict__[name] = self.__dict__[name]
         object.__setattr__(strategy, "model", model)
@@ -1036,10 +1039,10 @@ class DualVariationalStrategy(DualState):
 
     @torch.no_grad()
     def adopt(self, other: DualVariationalStrategy) -> None:
-        """Become what another strategy of the same kind is, a copy of this one for example.
+        """Take over the state of another strategy of the same kind, for example of a copy.
 
         Args:
-            other: The other one. The hyperparameters of its model are those of this one's by now.
+            other: The other strategy. The hyperparameters of its model equal those of this one's.
         """
         cached = other.kept()
         self.set_tensors(other.tensors())
@@ -1050,9 +1053,9 @@ class DualVariationalStrategy(DualState):
 
     @contextmanager
     def sharing_predictions(self) -> Iterator[None]:
-        """Within it, to condition at the very inputs of the latest prediction is cheaper.
+        """Make conditioning at the very inputs of the latest prediction cheaper, in this context.
 
-        Nothing that predictions depend on is to change meanwhile, see `steady`.
+        Nothing that predictions depend on may change in the meantime; see `steady`.
         """
         self._predictions = []
         try:
@@ -1062,7 +1065,7 @@ class DualVariationalStrategy(DualState):
             self._predictions = None
 
     def _moments_of(self, data: Observations) -> tuple[State, _Moments]:
-        """The present state, and what it says of observations."""
+        """Return the present state, and the posterior of observed functionals under it."""
         for known in self._predictions or ():
             if known.x is data.inputs and data.coefficients is None:
                 return known.state, known.moments()
@@ -1070,14 +1073,14 @@ class DualVariationalStrategy(DualState):
         return state, self._moments(state, data)
 
     def _moments(self, state: State, data: Observations) -> _Moments:
-        """What a state says of observations."""
+        """Return the posterior of observed functionals under a state."""
         prior = self.prior(data, state.shared)
         A = solve_lower(state.chol, prior.cross)
         E, covariance = explained(A, state.factors), prior.covariance()
         return _Prediction(data.inputs, state, prior.mean, covariance, A, E).moments()
 
     def _observed_cross(self, x: Tensor, shared: bool, forward: Forward) -> Tensor:
-        """``... x q x n`` prior covariance of what was observed with values at ``... x n x d``."""
+        """Return ``... x q x n`` prior covariances of observed functionals with values at ``x``."""
         assert self._observed is not None
         data = self._observed.data
         points, c = self._with_latents(data.points), data.coefficients
@@ -1100,11 +1103,11 @@ class DualVariationalStrategy(DualState):
 
         Args:
             state: The present state.
-            moments: What it says of the observations.
+            moments: The posterior of the observed functionals under it.
             data: All observations outside of Z.
             likelihood: Their likelihood.
             tol: Relative tolerance for the sites.
-            steps: The largest number of iterations.
+            steps: The maximum number of iterations.
         """
         prior_mean, centred, covariance, explained_A = moments
         conditioned, _ = condition(
@@ -1122,19 +1125,19 @@ class DualVariationalStrategy(DualState):
         self._correction = _Correction(state, conditioned, explained_A)
 
     def replace_likelihood(self, old: Likelihood, new: Likelihood) -> None:
-        """Let observations that came with one likelihood have another, a copy of it."""
+        """Replace the likelihood of conditioned observations by another one, a copy of it."""
         if self._observed is not None and self._observed.likelihood is old:
             self._observed = self._observed._replace(likelihood=new)
 
     def _make_correction(self, state: State) -> _Correction | None:
-        """The effect of the observed points on predictions with ``state``, made anew if needed."""
+        """Return the effect of the observed points on predictions with ``state``, cached."""
         if self._observed is None or (
             self._correction is not None and self._correction.state is state
         ):
             return self._correction
         data, likelihood, (lam, beta), prior_mean = self._observed
         now, centred, covariance, explained_A = self._moments(state, data)
-        # Sites are centred on the prior mean; what was observed stays where it is.
+        # Sites are centred on the prior mean, which may have changed; the observations have not.
         site = Sites(lam + beta * (prior_mean - now), beta)
         signed = precision_floor(likelihood) is None
         conditioned = conditioned_from_sites(centred, covariance, site, signed)
@@ -1148,9 +1151,9 @@ class DualVariationalStrategy(DualState):
 
 
 def _along(c: Tensor, gain: Tensor) -> Tensor:
-    """``... x n``, the sums of the rows of ``... x q x n`` that vectors ``... x q`` give.
+    """Return ``... x n``: the sums of the rows of ``... x q x n``, weighted by ``... x q`` vectors.
 
-    Fantasies have one batch dimension more than the covariances that they share: one product for
+    Fantasies have one batch dimension more than the covariances that they share. One product for
     each covariance is several times as fast as one for each fantasy.
     """
     if gain.dim() == c.dim() > 2 and gain.shape[1:-1] == c.shape[:-2]:

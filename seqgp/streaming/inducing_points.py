@@ -1,7 +1,7 @@
-"""Moving inducing points along a stream.
+"""Rules that change the inducing points along a stream.
 
-An `InducingPointRule` chooses them before hyperparameters are learnt. Subclass it for one of your
-own; the short names are those of `RULES`.
+An `InducingPointRule` chooses them before hyperparameters are learnt. For a rule of your own, write
+a subclass. The short names are those of `RULES`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from seqgp.streaming.greedy_allocator import GreedyAllocator
 from seqgp.streaming.point_criterion import TOLERANCE, choose_inducing_points, first_kernel
 from seqgp.validation import is_whole
 
-#: The largest number of inducing points along a stream, unless the user has said how many.
+#: The maximum number of inducing points along a stream, unless the user sets it.
 DEFAULT_LIMIT = 300
 
 
 class Candidates(NamedTuple):
-    """What inducing points are chosen from, and for.
+    """The candidates for inducing points, and the information to choose among them.
 
     Attributes:
-        inputs: ``n x d`` transformed inputs: those that are remembered, then the new ones.
-        represents: ``n``, for how many inputs of the stream each stands.
+        inputs: ``n x d`` transformed inputs: remembered ones first, then new ones.
+        represents: ``n``, the number of inputs of the stream that each stands for.
         precision: ``[b x] n``, the precision of each observation's site: for each of ``b`` kernels
             that share the inducing points, or summed over outputs and latents.
-        num_new: How many are new.
-        num_seen: How many inputs came before those.
-        anew: Whether they may be chosen from scratch: nothing has been folded that is only known
-            at the present ones.
-        kernel: The present kernel, or a batch of them.
-        max_points: The largest number of inducing points.
-        allocator: A BoTorch allocator that the model was given, if any.
-        seed: For draws, different for each update.
+        num_new: The number of new inputs.
+        num_seen: The number of inputs before those.
+        anew: Whether the inducing points may be chosen from scratch, because there is no summary
+            that is only known at the present ones.
+        kernel: The present kernel, or a batch of kernels.
+        max_points: The maximum number of inducing points.
+        allocator: The BoTorch allocator that the model was given, if any.
+        seed: The seed of random draws, different for each update.
     """
 
     inputs: Tensor
@@ -56,10 +56,10 @@ class Candidates(NamedTuple):
 
 
 class InducingPointRule(ABC):
-    """What becomes of the inducing points when new observations arrive.
+    """A rule that chooses inducing points when new observations arrive.
 
     Attributes:
-        moves: Whether they are also moved by gradient, along with the hyperparameters.
+        moves: Whether they are also optimised by gradient, along with the hyperparameters.
         follows_kernel: Whether they are chosen again once hyperparameters have been learnt.
     """
 
@@ -67,43 +67,43 @@ class InducingPointRule(ABC):
     follows_kernel: ClassVar[bool] = False
 
     def generous(self) -> InducingPointRule:
-        """The rule while hyperparameters are learnt, of which some may need more of them."""
+        """Return the rule to use while hyperparameters are learnt, which may need more points."""
         return self
 
     @abstractmethod
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """``m' x d`` inducing points, for example the present ones.
+        """Return ``m' x d`` inducing points; these may be the present ones.
 
         Args:
             Z: ``m x d`` present inducing points.
-            candidates: What to choose from.
+            candidates: The candidates for inducing points.
         """
 
 
 @dataclass(frozen=True)
 class Keep(InducingPointRule):
-    """They stay, unless they are moved by gradient.
+    """Keep the inducing points, except for moves by gradient.
 
     Attributes:
-        moves: Whether they are.
+        moves: Whether they are optimised by gradient.
     """
 
     moves: bool = False
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """The present ones."""
+        """Return the present inducing points."""
         return Z
 
 
 @dataclass(frozen=True)
 class Exchange(InducingPointRule):
-    """As many as the data need: added, and then exchanged, see `choose_inducing_points`.
+    """Add inducing points as the data need, and exchange them; see `choose_inducing_points`.
 
     Attributes:
-        moves: Whether they are also moved by gradient.
-        tol: The loss that is tolerated, in nats for each observation.
-        gain: How much an exchange has to bring.
-        fills_up: Whether other inputs are added up to the largest number, see `fill_up`.
+        moves: Whether they are also optimised by gradient.
+        tol: The tolerated loss, in nats per observation.
+        gain: The factor by which an exchange has to improve on the point it replaces.
+        fills_up: Whether to add other inputs up to the maximum number; see `fill_up`.
     """
 
     moves: bool = False
@@ -113,13 +113,13 @@ class Exchange(InducingPointRule):
     follows_kernel: ClassVar[bool] = True
 
     def generous(self) -> InducingPointRule:
-        """As many as there may be, also where the present kernel has no use for them."""
+        """Return a rule that uses the maximum number, even if the present kernel needs fewer."""
         return replace(self, tol=0.0, fills_up=True)
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """Fewer, more or others, as the inputs ask for."""
+        """Return the present inducing points, or change their number or places as needed."""
         inputs, kernel, limit = candidates.inputs, candidates.kernel, candidates.max_points
-        if len(Z) > limit and not candidates.anew:  # the best of them, and of the inputs
+        if len(Z) > limit and not candidates.anew:  # choose the best of Z and the inputs
             allocator = candidates.allocator or GreedyAllocator()
             return allocator.allocate_inducing_points(
                 torch.cat([Z, inputs]), first_kernel(kernel), limit, torch.Size()
@@ -142,20 +142,20 @@ class Exchange(InducingPointRule):
 
 @dataclass(frozen=True)
 class Cluster(InducingPointRule):
-    """They are centres of clusters of all inputs so far, see `cluster_inducing_points`.
+    """Use the centres of clusters of all inputs so far; see `cluster_inducing_points`.
 
-    For inputs of many dimensions, where each is far from all others.
+    This is for inputs of many dimensions, where all inputs are far from each other.
 
     Attributes:
-        moves: Whether they are also moved by gradient.
-        iterations: Of Lloyd's algorithm.
+        moves: Whether they are also optimised by gradient.
+        iterations: The number of iterations of Lloyd's algorithm.
     """
 
     moves: bool = False
     iterations: int = 5
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """The centres; the present ones if there are no new inputs."""
+        """Return the centres, or the present inducing points if there are no new inputs."""
         return cluster_inducing_points(
             Z,
             candidates.inputs,
@@ -170,13 +170,14 @@ class Cluster(InducingPointRule):
 
 @dataclass(frozen=True)
 class AllInputs(Exchange):
-    """They are the inputs at hand, as long as there is room; then they are exchanged.
+    """Use all inputs at hand up to the maximum number; beyond it, exchange inducing points.
 
-    For models that remember everything: what has been folded is known at its inducing points only.
+    This is for models whose memory is unlimited: folded observations are only known at the inducing
+    points.
     """
 
     def choose(self, Z: Tensor, candidates: Candidates) -> Tensor:
-        """The inputs, or else as `Exchange`."""
+        """Return the inputs, or else the choice of `Exchange`."""
         if 0 < len(candidates.inputs) <= candidates.max_points:
             return candidates.inputs
         return super().choose(Z, candidates)
@@ -193,7 +194,7 @@ RULES: dict[str, InducingPointRule] = {
 
 
 def inducing_point_rule(rule: str | InducingPointRule) -> InducingPointRule:
-    """A rule, or that with a given name.
+    """Return an inducing-point rule, given the rule itself or its short name.
 
     Args:
         rule: A rule or its short name.
@@ -212,15 +213,16 @@ def inducing_point_rule(rule: str | InducingPointRule) -> InducingPointRule:
 def choose_for_each(
     rule: InducingPointRule, Z: Tensor, inputs: Tensor, candidates: Candidates
 ) -> Tensor:
-    """``... x m' x d`` inducing points of a batch of models, each by its own inputs and kernel.
+    """Choose ``... x m' x d`` inducing points for a batch of models, each by its inputs and kernel.
 
-    Models that ask for fewer than others get some of their inputs on top, so that all have as many.
+    Models that need fewer than others get some of their inputs in addition, so that the number is
+    the same for all.
 
     Args:
         rule: The rule.
         Z: ``... x m x d`` present inducing points.
         inputs: ``... x n x d`` inputs of the observations.
-        candidates: What to choose from, but for inputs and kernel.
+        candidates: The candidates; their inputs and kernel are replaced by those of each model.
     """
     batch, kernel = Z.shape[:-2], candidates.kernel
     inputs = inputs.expand(*batch, *inputs.shape[-2:])
@@ -240,34 +242,34 @@ def choose_for_each(
 
 
 def fill_up(points: Tensor, inputs: Tensor, number: int) -> Tensor:
-    """Points, and inputs that are none of them, drawn at random, up to a number.
+    """Add randomly drawn inputs to inducing points, up to a given number.
 
-    A smooth kernel needs few inducing points, and few inducing points favour a smooth kernel: what
-    varies faster than these can follow passes for noise. So hyperparameters are learnt with more
-    inducing points than the present ones ask for.
+    A smooth kernel needs few inducing points, and few inducing points favour a smooth kernel:
+    whatever varies faster than they can follow is taken for noise. So hyperparameters are learnt
+    with more inducing points than the present ones need.
 
     Args:
-        points: ``m x d`` points that are kept.
-        inputs: ``n x d`` inputs to draw from; the same ones whatever the global random state.
-        number: How many points there are to be, if there are enough inputs.
+        points: ``m x d`` points, which are kept.
+        inputs: ``n x d`` inputs to draw from. The draw does not depend on the global random state.
+        number: The number of points to return, if there are enough inputs.
     """
     if len(points) >= number:
         return points
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0), device="cpu")
-    new = inputs[order[: 10 * number].to(inputs.device)]  # enough, unless most are points already
+    new = inputs[order[: 10 * number].to(inputs.device)]  # enough, unless most are in points
     new = new[~(new.unsqueeze(-2) == points.unsqueeze(-3)).all(-1).any(-1)]
     return torch.cat([points, new[: number - len(points)]])
 
 
 @torch.no_grad()
 def on_seen_values(points: Tensor, seen: Tensor, dims: Sequence[int]) -> Tensor:
-    """Points whose values in discrete columns have been seen, together, at one of some points.
+    """Replace unseen combinations of discrete values by those of the nearest seen point.
 
-    Centres of clusters, for example, lie between categories. They get those of the nearest point.
+    For example, centres of clusters may lie between categories.
 
     Args:
         points: ``... x m x d`` points.
-        seen: ``... x n x d`` points that there have been.
+        seen: ``... x n x d`` points with valid discrete values.
         dims: The discrete columns.
     """
     columns = list(dims)
@@ -294,23 +296,24 @@ def cluster_inducing_points(
     generator: torch.Generator,
     iterations: int = 5,
 ) -> Tensor:
-    """Inducing points that are centres of clusters of all inputs of a stream.
+    """Return the centres of clusters of all inputs of a stream, as inducing points.
 
-    First new inputs fill empty places, and take those of old points at random, in proportion to
-    their number among all inputs so far. Then a few iterations of Lloyd's algorithm (k-means) on
-    what is at hand: new inputs, remembered ones with their weights, and the old points, which stand
-    for all inputs that nothing remembered stands for. Unlike `choose_inducing_points` this does not
-    prefer outliers, which is what the worst explained inputs are when there are many dimensions.
+    First, new inputs fill the free places. They also replace randomly chosen old points, in
+    proportion to the number of new inputs among all inputs so far. Then there are a few iterations
+    of Lloyd's algorithm (k-means) on new inputs, remembered ones with their weights, and the old
+    points, which stand for all inputs that no remembered one stands for. Unlike
+    `choose_inducing_points`, this does not prefer outliers. In many dimensions, the inputs that are
+    explained worst are outliers.
 
     Args:
         Z: ``m x d`` present inducing points.
         inputs: ``n x d`` remembered inputs, then new ones.
-        weights: ``n``, for how many inputs each stands.
-        num_new: How many are new.
-        num_seen: How many inputs came before those.
-        max_points: The largest number of inducing points.
-        generator: Draws them, on the CPU.
-        iterations: Of Lloyd's algorithm.
+        weights: ``n``, the number of inputs that each stands for.
+        num_new: The number of new inputs.
+        num_seen: The number of inputs before those.
+        max_points: The maximum number of inducing points.
+        generator: The random generator, on the CPU.
+        iterations: The number of iterations of Lloyd's algorithm.
 
     Returns:
         ``m' x d`` inducing points; ``Z`` itself if there are no new inputs.

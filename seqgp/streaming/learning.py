@@ -1,16 +1,16 @@
-r"""Learning hyperparameters along a stream: when, from where, and whether it was worth it.
+r"""Learning hyperparameters along a stream: when to learn, where to start, and what to keep.
 
-Hyperparameters are learnt when the data have grown by a certain factor since they were learnt last:
-often at first, and ever more rarely; sooner if new observations are much less probable than those
-at hand were. The bound of memory, new observations and summary is
-maximised from the present hyperparameters. What has been folded was folded under these, though, and
-the summary favours them. So there is a second start from the observations at hand alone, a sample
-of the whole stream, for which the past has no say.
+Hyperparameters are learnt whenever the number of observations has grown by a certain factor since
+they were last learnt: often at first, then ever more rarely. They are learnt sooner if new
+observations are much less probable than expected. The bound of memory, new observations and summary
+is maximised from the present hyperparameters. However, the summary was folded under these, and
+favours them. So there is a second start that leaves out the summary and uses only the observations
+at hand (memory and new ones), which are a sample of the whole stream.
 
-Which hyperparameters stay is decided by leave-one-out densities of the observations at hand, each
-weighted by how many it stands for: an estimate of the mean log density of observations like those
-of the whole stream. If new hyperparameters are worse than the present ones, beyond what chance
-explains, nothing has been learnt.
+The candidates are compared by their leave-one-out densities of the observations at hand. Each
+observation is weighted by the number of observations that it stands for, so the mean estimates the
+mean log density over the whole stream. If the present hyperparameters are significantly better than
+the learnt ones, they are kept.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from seqgp.variational.optimise import (
     turning_back,
 )
 
-#: Learn when the number of observations has grown by this factor since it was learnt last.
+#: Learn when the number of observations has grown by this factor since the last time.
 GROWTH = 1.2
-#: Start from scratch, too, when it has grown by this factor since that was done last.
+#: Also start from scratch when it has grown by this factor since the last such start.
 RESTART_GROWTH = 2.0
-#: Learn when new observations have been this much less probable than expected, in nats for each
-#: observation of the stream, since it was learnt last; at least so many nats.
+#: Learn when the surprise (`surprise_of`) exceeds both this many nats per observation of the stream
+#: and this many nats in total.
 SURPRISE, LEAST_SURPRISE = 0.05, 10.0
-#: More than this, in nats, an observation does not count: it may be an outlier.
+#: An observation counts for at most this many nats: it may be an outlier.
 MOST_SURPRISING = 3.0
-#: L-BFGS stops when an iteration gains less than this, in nats for each observation.
+#: L-BFGS stops when an iteration gains less than this, in nats per observation.
 TOLERANCE = 5e-5
-#: Relative tolerance of the sites at each evaluation. Those of log-concave likelihoods are a step
-#: further than it says: the gradient's relative error is some 1e-4, the bound's 1e-6 nats.
+#: Relative tolerance of the sites at each evaluation. Sites of log-concave likelihoods are one step
+#: more accurate than the tolerance says: the relative error of the gradient is about 1e-4, that of
+#: the bound 1e-6 nats.
 SITE_TOLERANCE, LOG_CONCAVE_TOLERANCE = 1e-4, 1e-2
-#: How many standard errors make a difference between leave-one-out densities count.
+#: A difference between leave-one-out densities counts if it exceeds this many standard errors.
 CERTAINTY = 2.0
 
 
@@ -65,9 +66,9 @@ class Decision(NamedTuple):
     """Whether an update learns hyperparameters.
 
     Attributes:
-        learn: Whether it does.
-        restart: Whether also from the observations at hand alone.
-        reason: In words.
+        learn: Whether hyperparameters are learnt.
+        restart: Whether there is also a start from the observations at hand alone.
+        reason: The reason, in words.
     """
 
     learn: bool
@@ -78,13 +79,13 @@ class Decision(NamedTuple):
 def decide(
     stream: StreamState, num_new: int, learn: bool | None, surprise: float = 0.0
 ) -> Decision:
-    """Whether to learn hyperparameters at an update.
+    """Decide whether an update learns hyperparameters.
 
     Args:
         stream: The stream before the update.
-        num_new: How many observations are new.
-        learn: What the user wants; ``None`` for no preference.
-        surprise: What `surprise_of` says of the new observations.
+        num_new: The number of new observations.
+        learn: The user's choice; ``None`` for no preference.
+        surprise: The surprise after the new observations, see `surprise_of`.
     """
     if learn is False:
         return Decision(False, False, "conditioned on the data: learn=False")
@@ -107,14 +108,17 @@ def decide(
 
 
 def surprise_of(stream: StreamState, density: Tensor) -> float:
-    """How much less probable observations were than expected since hyperparameters were learnt.
+    """Return the surprise since hyperparameters were last learnt.
+
+    This is how much less probable than expected the observations since then were.
 
     Args:
         stream: The stream before the update.
         density: ``[m x] n`` log densities of new observations before they are learnt.
 
     Returns:
-        Nats. Those of observations that were more probable count against it.
+        The surprise in nats, at least zero. Observations that were more probable than expected
+        reduce it.
     """
     if stream.expected is None:
         return 0.0
@@ -126,7 +130,7 @@ def surprise_of(stream: StreamState, density: Tensor) -> float:
 
 @torch.no_grad()
 def expected_density(model: StreamModel) -> float:
-    """The mean log density of observations like those of the stream so far, on the scale of Y.
+    """Return the expected log density of an observation of the stream so far, on the scale of Y.
 
     Args:
         model: The model.
@@ -137,11 +141,11 @@ def expected_density(model: StreamModel) -> float:
 
 @torch.no_grad()
 def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Tensor:
-    """``n`` log predictive densities of observations at hand, each given all others.
+    """Return ``n`` leave-one-out log densities: of each observation, given all others.
 
-    An observation's site is one on what the inducing points know of it, and is taken out of the
-    posterior of that (`left_out`). What the inducing points leave unexplained is added to the
-    variance.
+    The site of an observation depends on the function only through the inducing points. It is
+    removed from the posterior of that part (`left_out`). The variance that the inducing points
+    leave unexplained is then added.
 
     Args:
         model: A model that has learnt the observations.
@@ -163,14 +167,15 @@ def leave_one_out(model: StreamModel, data: Observations, counts: Tensor) -> Ten
 
 
 def stream_densities(model: StreamModel) -> Tensor:
-    """``n`` leave-one-out densities of the observations at hand, for a mean over the whole stream.
+    """Return ``n`` weighted leave-one-out densities, whose mean estimates that of the stream.
 
     Args:
         model: The model.
 
     Returns:
-        Densities, summed over outputs, times how many observations of the stream each stands for,
-        relative to the mean of that; missing ones are zero.
+        The densities of the observations at hand, summed over outputs. Each is multiplied by the
+        number of observations of the stream that it stands for, relative to the mean of these
+        numbers. Missing observations have density zero.
     """
     stream = model.stream
     density = leave_one_out(model, model.transformed(stream.observations), stream.counts)
@@ -182,12 +187,12 @@ def stream_densities(model: StreamModel) -> Tensor:
 
 
 def is_better(densities: Tensor, others: Tensor, certainty: float = CERTAINTY) -> bool:
-    """Whether the mean of densities is larger, beyond what chance explains.
+    """Whether some densities are better on average than others, by a significant difference.
 
     Args:
         densities: ``n`` densities.
         others: ``n`` densities of the same observations.
-        certainty: How many standard errors make a difference count.
+        certainty: The number of standard errors that a difference has to exceed.
     """
     if len(densities) < 2:
         return False
@@ -197,11 +202,11 @@ def is_better(densities: Tensor, others: Tensor, certainty: float = CERTAINTY) -
 
 
 def learnable(model: StreamModel, moves_Z: bool) -> tuple[DualELBO, Parameters, Bounds]:
-    """The objective of a model, what it is maximised over, and bounds.
+    """Return the objective of a model, its learnable parameters and their bounds.
 
     Args:
         model: The model.
-        moves_Z: Whether the inducing points are among it.
+        moves_Z: Whether the inducing points are among the parameters.
     """
     mll = DualELBO(model.likelihood, model)
     parameters, bounds = learnable_parameters(mll, moves_Z and model.changes_inducing_points)
@@ -221,11 +226,11 @@ def maximise(
     """Maximise the bound of memory, new observations and summary over hyperparameters.
 
     Args:
-        model: The model, whose hyperparameters are moved in place.
-        options: Optimiser and its limits.
-        moves_Z: Whether inducing points are moved as well.
-        stands_for: For how much of the summary each remembered observation stands.
-        with_past: Whether the summary counts.
+        model: The model, whose hyperparameters are changed in place.
+        options: The optimiser and its limits.
+        moves_Z: Whether the inducing points are optimised as well.
+        stands_for: The share of the summary that each remembered observation stands for.
+        with_past: Whether the summary is part of the bound.
 
     Returns:
         The number of evaluations.
@@ -275,19 +280,19 @@ def learn_best(
     restart: bool,
     place: Callable[[StreamModel, bool], None],
 ) -> tuple[int, Tensor, str]:
-    """Learn hyperparameters, and keep them unless they predict what is at hand worse.
+    """Learn hyperparameters, and keep them unless they predict the observations at hand worse.
 
     Args:
         model: The model, which becomes the best of the candidates.
-        options: Optimiser and its limits.
-        moves_Z: Whether inducing points are moved by gradient.
-        stands_for: For how much of the summary each remembered observation stands.
-        restart: Whether to start also from the observations at hand alone.
-        place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
-            enough for others, too.
+        options: The optimiser and its limits.
+        moves_Z: Whether the inducing points are optimised by gradient.
+        stands_for: The share of the summary that each remembered observation stands for.
+        restart: Whether there is also a start from the observations at hand alone.
+        place: Chooses inducing points for the present hyperparameters of a model. With ``True``,
+            it chooses enough for other hyperparameters, too.
 
     Returns:
-        The number of evaluations, the bound, and which candidate has been chosen.
+        The number of evaluations, the bound, and the name of the chosen candidate.
     """
     steps = 0
 
@@ -302,7 +307,7 @@ def learn_best(
             place(draft, True)
             steps += maximise(draft, options, moves_Z, stands_for if with_past else None, with_past)
             if not moves_Z:
-                # What is only known at the points of before is not to be spread over more.
+                # What is only known at the old points must not be spread over more of them.
                 strategy.start_from(Z)
                 place(draft, False)
         bound = draft.refresh(max_steps=options.site_steps)
@@ -318,7 +323,7 @@ def learn_best(
             with model.variational_strategy.ranks.together():
                 learnt.append(candidate(name, True, with_past))
         except (FloatingPointError, NanError, NotPSDError):
-            continue  # hyperparameters without a posterior are no candidate
+            continue  # hyperparameters without a posterior are not a candidate
     best = learnt[0] if learnt else present
     for other in (*learnt[1:], present):
         if is_better(other.densities, best.densities):

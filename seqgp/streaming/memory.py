@@ -1,8 +1,8 @@
 """The memory: which observations of a stream are kept as they are.
 
-A `MemoryPolicy` chooses them by their leverage scores. Subclass it for one of your own, or pass a
-function ``policy(leverage, size, generator)`` that returns the indices of at most ``size`` of ``n``
-observations, oldest first.
+A `MemoryPolicy` chooses them by their leverage scores. For a policy of your own, write a subclass,
+or pass a function ``policy(leverage, size, generator)`` that returns the indices of at most
+``size`` of ``n`` observations. The oldest observation comes first.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ PolicyFunction = Callable[[Tensor, int, torch.Generator], Tensor]
 
 
 class MemoryPolicy(ABC):
-    """Chooses which observations to keep."""
+    """A policy that chooses which observations to keep."""
 
-    #: Whether what it chooses has to be checked.
+    #: Whether the indices that it returns are validated.
     is_checked = True
 
     @abstractmethod
     def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Indices of at most ``size`` of ``n`` observations, in increasing order.
+        """Return indices of at most ``size`` of ``n`` observations, in increasing order.
 
         Args:
             leverage: ``n`` leverage scores on the CPU, oldest observation first.
-            size: The largest number of indices.
-            generator: For draws, on the CPU.
+            size: The maximum number of indices.
+            generator: The random generator, on the CPU.
         """
 
 
 class SamplingPolicy(MemoryPolicy):
-    r"""Draws a sample of the whole stream that stands for all of it.
+    r"""A policy that keeps a sample that represents the whole stream.
 
-    Each observation has an importance :math:`w_i`, set once, when it arrives. The sample is drawn
-    as in VarOpt (Cohen, Duffield, Kaplan, Lund and Thorup, 2009): with a threshold :math:`\tau`
-    that only grows, an observation is kept with probability :math:`\min(1, w_i / \tau)`, and then
-    stands for :math:`\max(1, \tau / w_i)` observations. Sums over the sample with these weights
-    are unbiased for sums over the stream, and the weights are bounded: they do not multiply from
-    update to update.
+    Each observation has an importance :math:`w_i`, which is set once, when the observation arrives.
+    The sample is drawn as in VarOpt (Cohen, Duffield, Kaplan, Lund and Thorup, 2009). With a
+    threshold :math:`\tau` that never decreases, an observation is kept with probability
+    :math:`\min(1, w_i / \tau)`, and then stands for :math:`\max(1, \tau / w_i)` observations. Sums
+    over the sample with these weights are unbiased estimates of sums over the stream. The weights
+    are bounded: they do not multiply from update to update.
     """
 
     is_checked = False
 
     def importance(self, leverage: Tensor) -> Tensor:
-        """``n`` positive importances of new observations; by default all alike.
+        """Return ``n`` positive importances of new observations; by default all are equal.
 
         Args:
             leverage: ``n`` leverage scores.
@@ -61,7 +61,7 @@ class SamplingPolicy(MemoryPolicy):
         return torch.ones_like(leverage)
 
     def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """A draw from observations that are all new."""
+        """Draw a sample of observations that are all new."""
         return draw(inclusion(self.importance(leverage), size), generator)
 
 
@@ -70,36 +70,36 @@ class AtRandom(SamplingPolicy):
 
 
 class ByLeverage(SamplingPolicy):
-    """A sample of the stream that prefers observations of large leverage.
+    """A sample of the stream that prefers observations with large leverage scores.
 
     Half of the importance is shared evenly, so that an observation stands for at most twice as many
-    others as it would in a uniform sample. Scores count relative to those of the same batch: early
-    batches have large ones, only because nothing was known before.
+    observations as it would in a uniform sample. Scores are relative to the mean of their batch:
+    early batches have large scores only because little was known before.
     """
 
     def importance(self, leverage: Tensor) -> Tensor:
-        """One half, and half of the score relative to the mean score of the batch."""
+        """Return one half, plus half of the score relative to the mean score of the batch."""
         mean = leverage.mean() if len(leverage) else 1.0
         scores = leverage / mean if len(leverage) and bool(mean > 0) else torch.ones_like(leverage)
         return 0.5 + 0.5 * scores
 
 
 def summed_over_parts(leverage: Tensor, first: Tensor) -> Tensor:
-    """``n`` leverage scores of answers, from those of their parts.
+    """Return ``n`` leverage scores of answers: the sum of the scores of their parts.
 
     Args:
         leverage: ``n`` scores of the parts.
-        first: ``n``, the index of the first part of the answer that each is a part of.
+        first: ``n``, for each part, the index of the first part of its answer.
     """
     return torch.zeros_like(leverage).index_add(0, first, leverage)[first]
 
 
 def inclusion(sizes: Tensor, number: int) -> Tensor:
-    r"""Probabilities :math:`\min(1, s_i / \tau)` that add up to a given number.
+    r"""Return the probabilities :math:`\min(1, s_i / \tau)` that add up to a given number.
 
     Args:
         sizes: ``n`` positive sizes.
-        number: What the probabilities add up to, if it is at most ``n``.
+        number: The sum of the probabilities, if it is at most ``n``.
     """
     n = len(sizes)
     if number >= n:
@@ -107,7 +107,7 @@ def inclusion(sizes: Tensor, number: int) -> Tensor:
     if number == 0:
         return torch.zeros_like(sizes)
     ordered = sizes.double().sort(descending=True).values
-    # With the k largest kept for certain, tau is the rest's sum over the rest of the places.
+    # With the k largest kept for certain, tau = sum of the other sizes / number of other places.
     rest = ordered.flip(0).cumsum(0).flip(0)
     places = number - torch.arange(n, device=sizes.device)
     tau = rest[:number] / places[:number]
@@ -117,13 +117,14 @@ def inclusion(sizes: Tensor, number: int) -> Tensor:
 
 
 def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
-    """Indices, in increasing order, of a sample with given inclusion probabilities.
+    """Draw a sample with given inclusion probabilities, and return its indices in increasing order.
 
-    Systematic sampling in random order: the size of the sample is the sum of the probabilities.
+    This is systematic sampling in random order: the size of the sample is the sum of the
+    probabilities.
 
     Args:
         probability: ``n`` probabilities that add up to a whole number.
-        generator: On the CPU.
+        generator: The random generator, on the CPU.
     """
     host = torch.device("cpu")
     order = torch.randperm(len(probability), generator=generator, device=host)
@@ -131,7 +132,7 @@ def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
     upper = probability.detach().to(host, torch.float64)[order].cumsum(0)
     total = round(float(upper[-1])) if len(upper) else 0
     if len(upper):
-        upper[-1] = total  # but for rounding
+        upper[-1] = total  # removes the rounding error
     # An observation is kept if one of the points start, start + 1, ... lies in its interval.
     ticks = (upper - start).ceil().clamp(0, total)
     kept = ticks.diff(prepend=torch.zeros_like(ticks[:1])) > 0
@@ -139,27 +140,27 @@ def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class MostRecent(MemoryPolicy):
-    """Keep the newest ones."""
+    """A policy that keeps the newest observations."""
 
     is_checked = False
 
     def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """The last ones."""
+        """Return the last ``size`` indices."""
         return torch.arange(len(leverage) - size, len(leverage), device=leverage.device)
 
 
 class FunctionPolicy(MemoryPolicy):
-    """A policy that is given as a function.
+    """A policy given as a function.
 
     Args:
-        function: As described at the top of this module.
+        function: The function, as described at the top of this module.
     """
 
     def __init__(self, function: PolicyFunction) -> None:
         self.function = function
 
     def choose(self, leverage: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """What the function returns."""
+        """Call the function."""
         return self.function(leverage, size, generator)
 
 
@@ -172,11 +173,11 @@ POLICIES: dict[str, MemoryPolicy] = {
 
 
 class Choice(NamedTuple):
-    """What is kept of ``n`` observations.
+    """The observations that are kept out of ``n``.
 
     Attributes:
         kept: Indices, in increasing order.
-        inclusion: ``n``, the probability of each of the kept ones to be chosen.
+        inclusion: ``n`` inclusion probabilities; only those of the kept observations matter.
     """
 
     kept: Tensor
@@ -186,7 +187,7 @@ class Choice(NamedTuple):
 def _ask(
     policy: MemoryPolicy, leverage: Tensor, sizes: Tensor, size: int, generator: torch.Generator
 ) -> Choice:
-    """What a policy chooses, which may be the user's own."""
+    """Ask a policy for its choice, and validate it if the policy is the user's own."""
     if isinstance(policy, SamplingPolicy):
         probability = inclusion(sizes, size)
         return Choice(draw(probability, generator), probability)
@@ -214,7 +215,7 @@ def _is_number(value: object) -> bool:
 
 
 def _even_shares(counts: list[int], total: int | float | None) -> list[int | None]:
-    """Distribute ``total`` places over groups of some sizes, as evenly as possible."""
+    """Distribute ``total`` places over groups of given sizes, as evenly as possible."""
     if total is None:
         return [None for _ in counts]
     shares: list[int | None] = [0 for _ in counts]
@@ -290,7 +291,7 @@ class MemoryOptions:
             if not value >= 0:
                 raise ValueError(f"{name}: expected a number of observations, got {value}.")
             python = int(value) if is_whole(value) else float(value)
-            object.__setattr__(self, name, python)  # NumPy's become Python's
+            object.__setattr__(self, name, python)  # also converts NumPy scalars
         if isinstance(self.capacity, float) and self.capacity > 1:
             raise ValueError(
                 f"capacity: expected a whole number, or a share between 0 and 1, got "
@@ -299,7 +300,7 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, given: MemoryOptions | int) -> MemoryOptions:
-        """Options as they are, or from a number of observations."""
+        """Return options, given the options themselves or a number of observations."""
         if isinstance(given, MemoryOptions):
             return given
         if is_whole(given):
@@ -315,16 +316,16 @@ class MemoryOptions:
         )
 
     def at(self, num_seen: int) -> MemoryOptions:
-        """The same with the capacity as a number, once so many observations have been seen."""
+        """Return options whose capacity is a number, for a given number of observations seen."""
         if not isinstance(self.capacity, float):
             return self
-        # A share of few is one of them, not none.
+        # A positive share is at least one observation.
         number = max(int(self.capacity * num_seen), 1) if self.capacity else 0
         return replace(self, capacity=number)
 
     @property
     def chooser(self) -> MemoryPolicy | None:
-        """The policy as an object; ``None`` if nothing is to be remembered."""
+        """The policy as an object; ``None`` if nothing is kept."""
         if isinstance(self.policy, MemoryPolicy):
             return self.policy
         if isinstance(self.policy, str):
@@ -333,14 +334,14 @@ class MemoryOptions:
 
     @property
     def is_sample(self) -> bool:
-        """Whether what is remembered is a random sample of the stream."""
+        """Whether the memory is a random sample of the stream."""
         some = self.capacity is None or self.capacity > 0
         return some and self.per_update != 0 and isinstance(self.chooser, SamplingPolicy)
 
     def _by_class(
         self, classes: Tensor, num_new: int
     ) -> Iterator[tuple[Tensor, MemoryOptions, int]]:
-        """Indices of the observations of each class, what they may take, and how many are new."""
+        """Yield, for each class, its indices, its options and its number of new observations."""
         labels, members = classes.unique(return_inverse=True)
         is_new = torch.arange(len(classes), device=classes.device) >= len(classes) - num_new
         index = [(members == k).nonzero().squeeze(-1) for k in range(len(labels))]
@@ -367,19 +368,19 @@ class MemoryOptions:
         classes: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Choice:
-        """As `choose`, for answers that may have several parts, which are kept together.
+        """Choose as `choose` does, but keep all parts of an answer together.
 
-        The capacity is one of answers. Leverage, classes and sizes are those of answers, the same
-        for all of their parts.
+        The capacity counts answers. Leverage, classes and sizes are those of answers, the same for
+        all parts of an answer.
 
         Args:
-            first: ``n``, the index of the first part of the answer that each observation is a part
-                of; ``None`` if each is an answer by itself.
-            leverage: As for `choose`.
-            num_new: As for `choose`.
-            update: As for `choose`.
-            classes: As for `choose`.
-            sizes: As for `choose`.
+            first: ``n``, for each observation, the index of the first part of its answer; ``None``
+                if each observation is an answer of its own.
+            leverage: See `choose`.
+            num_new: See `choose`.
+            update: See `choose`.
+            classes: See `choose`.
+            sizes: See `choose`.
         """
         if first is None:
             return self.choose(leverage, num_new, update, classes, sizes)
@@ -404,15 +405,16 @@ class MemoryOptions:
         classes: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Choice:
-        """The observations to keep.
+        """Choose the observations to keep.
 
         Args:
-            leverage: ``n`` leverage scores, those of the ``num_new`` new observations last.
-            num_new: How many are new.
-            update: The number of the update, which with the seed determines the draws.
+            leverage: ``n`` leverage scores; those of the new observations come last.
+            num_new: The number of new observations.
+            update: The number of the update. Together with the seed, it determines the random
+                draws.
             classes: ``n`` classes, for a balance between them.
             sizes: ``n``, importance times the number of observations that each stands for; by
-                default all alike.
+                default all are equal.
         """
         n, device, policy = len(leverage), leverage.device, self.chooser
         sizes = torch.ones_like(leverage) if sizes is None else sizes

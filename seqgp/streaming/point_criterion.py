@@ -1,14 +1,14 @@
-r"""Inducing points by a criterion in nats: as many as the data need, and the best of them.
+r"""A criterion in nats for the number and the choice of inducing points.
 
-Inducing points cost the bound
+Inducing points lower the bound by
 
 .. math:: \tfrac12 \sum_i n_i \sum_b \beta_{bi} r_{bi}
 
-nats, where :math:`r_{bi} = k_b(x_i, x_i) - k_{iz} K_{zz}^{-1} k_{zi}` is the variance that they
-leave unexplained at a candidate, :math:`\beta_{bi}` the precision of its site and :math:`n_i` the
-number of observations that it stands for. Outputs or latents with kernels :math:`k_b` of their own
-share the inducing points; where there is one kernel, its precisions are sums over outputs and
-latents.
+nats, their *cost*, where :math:`r_{bi} = k_b(x_i, x_i) - k_{iz} K_{zz}^{-1} k_{zi}` is the variance
+that they leave unexplained at candidate ``i``, :math:`\beta_{bi}` is the precision of its site, and
+:math:`n_i` is the number of observations that it stands for. Outputs or latents with different
+kernels :math:`k_b` share the inducing points. If they share one kernel, its precisions are sums
+over outputs and latents.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
 from seqgp.variational.stationary import covariance_function
 
-#: The loss that is tolerated by default, in nats for each observation.
+#: The default tolerance for the cost, in nats per observation.
 TOLERANCE = 0.005
 
-#: How many observations stand for all, where what is computed is quadratic in their number.
+#: The maximum size of the sample used where the computation is quadratic in its size.
 LARGEST_SAMPLE = 4096
 
 
 class _Criterion(NamedTuple):
-    """What inducing points are judged by."""
+    """The terms of the criterion."""
 
     prior: Tensor  # b x n, prior variances
     precision: Tensor  # b x n
-    number: Tensor  # n, the observations that each candidate stands for
+    number: Tensor  # n, the number of observations that each candidate stands for
     A: Tensor  # b x m x n, whitened cross-covariances with the present points
-    residual: Tensor  # b x n, what they leave unexplained
+    residual: Tensor  # b x n, the variance that they leave unexplained
 
     def cost(self, residual: Tensor) -> Tensor:
-        """In nats, of what is left unexplained."""
+        """Return the cost, in nats, of an unexplained variance."""
         return 0.5 * (self.number * self.precision * residual).sum()
 
 
@@ -76,14 +76,14 @@ def inducing_cost(
     precision: Tensor | None = None,
     represents: Tensor | None = None,
 ) -> float:
-    """What inducing points cost the bound, in nats for each observation.
+    """Return the cost of inducing points, in nats per observation.
 
     Args:
         Z: ``m x d`` inducing points.
         candidates: ``n x d`` inputs of observations; at least one.
-        kernel: The kernel, or a batch of them.
+        kernel: The kernel, or a batch of kernels.
         precision: ``[b x] n`` precisions of the sites; by default one.
-        represents: ``n``, how many observations each stands for; by default one.
+        represents: ``n``, the number of observations that each stands for; by default one.
     """
     parts = _criterion(Z, candidates, kernel, precision, represents)
     return float(parts.cost(parts.residual) / parts.number.sum())
@@ -101,30 +101,32 @@ def choose_inducing_points(
     tol: float = TOLERANCE,
     gain: float = 2.0,
 ) -> Tensor:
-    r"""Inducing points for what is known (on ``Z``) and what is new (``candidates``).
+    r"""Choose inducing points, given the present ones and candidates.
 
-    If they cost less than a tolerance for each observation, ``Z`` stays as it is. Otherwise the
-    candidate that costs the most is added, again and again (a pivoted Cholesky factorisation of the
-    candidates given ``Z``), while there is room. Then it takes the place of the most redundant
-    point, that of which the others leave the least unexplained, as long as this is ``gain`` times
-    less than its own. With one kernel, every exchange raises :math:`|K_{zz}|`: points do not come
-    and go. Nor is anything exchanged if that costs more nats than it brings: what has been folded
-    is only known at ``Z``, so that it loses by an exchange, but only what is at hand can gain.
+    If the present points ``Z`` cost less than the tolerance, they stay as they are. Otherwise the
+    candidate with the largest cost is added, again and again (a pivoted Cholesky factorisation of
+    the candidates given ``Z``), while there is room. After that, candidates replace redundant
+    points. The most redundant point is the one with the smallest variance given the others. It is
+    exchanged for the candidate with the largest unexplained variance if that is more than ``gain``
+    times larger. With one kernel, every exchange raises :math:`|K_{zz}|`, so points do not come and
+    go. Nor is there an exchange that costs more nats than it gains: the folded observations are
+    only known at ``Z`` and lose by an exchange, and only the observations at hand can gain.
 
     Args:
-        Z: ``m x d`` present inducing points; there may be none.
+        Z: ``m x d`` present inducing points; ``m`` may be zero.
         candidates: ``n x d`` inputs to choose from.
-        kernel: The kernel, or a batch of ``b`` of them, whose costs are added up.
-        max_points: The largest number of inducing points.
+        kernel: The kernel, or a batch of ``b`` kernels whose costs are added up.
+        max_points: The maximum number of inducing points.
         precision: ``[b x] n`` precisions of the sites; by default one.
-        represents: ``n``, how many observations each candidate stands for; by default one.
-        allocator: A BoTorch allocator that chooses anew among old points and candidates when there
-            is no room, instead of exchanges. It sees the first kernel of a batch.
-        tol: The loss that is tolerated, in nats for each observation.
-        gain: How much an exchange has to bring.
+        represents: ``n``, the number of observations that each candidate stands for; by default
+            one.
+        allocator: A BoTorch allocator that chooses among present points and candidates when there
+            is no room, instead of exchanges. It gets the first kernel of a batch.
+        tol: The tolerated cost, in nats per observation.
+        gain: The factor by which a candidate has to be better than the point it replaces.
 
     Returns:
-        ``m' x d`` inducing points; ``Z`` itself if nothing is new.
+        ``m' x d`` inducing points; ``Z`` itself if nothing changes.
     """
     if not len(candidates):
         return Z
@@ -156,7 +158,7 @@ def choose_inducing_points(
         own = row[:, pivot].unsqueeze(-1)
         is_new = own > jitter * parts.prior[:, pivot].unsqueeze(-1)
         if not bool(is_new.any()):
-            break  # what is left is rounding
+            break  # only rounding errors are left
         root = torch.where(is_new, row / own.where(is_new, 1.0).sqrt(), 0.0)
         residual = (residual - root.square()).clamp_min(0)
         residual[:, pivot] = 0
@@ -176,28 +178,30 @@ def explain_residuals(
     max_points: int,
     tol: float = 2 * TOLERANCE,
 ) -> Tensor:
-    r"""More inducing points, where the residuals of a fit say that they are missing.
+    r"""Add inducing points where the residuals of a fit show that some are missing.
 
-    With :math:`\alpha_i` the slope of the expected log density of an observation in its mean, for
-    Gaussian noise :math:`(y_i - m_i) / \sigma^2`, the quadratic form of the evidence gains at most
+    Let :math:`\alpha_i` be the slope of the expected log density of an observation in its mean; for
+    Gaussian noise it is :math:`(y_i - m_i) / \sigma^2`. Inducing points at all inputs would raise
+    the quadratic form of the evidence by at most
 
     .. math:: \tfrac12 \alpha^T (K - K_{xz} K_{zz}^{-1} K_{zx}) \alpha
 
-    nats from inducing points at all inputs, since it is convex in the covariance. If the kernel is
-    right this is less than what `inducing_cost` says. If functions vary faster it is not. Inputs
-    are added, each time that of the largest gain, until it is small.
+    nats, since it is convex in the covariance. If the kernel is right, this is less than
+    `inducing_cost`. If the function varies faster than the kernel says, it is more. The input with
+    the largest gain is added, again and again, until the gain is small.
 
-    The matrix is quadratic in the number of observations. Of more than `LARGEST_SAMPLE`, so many
-    stand for all: with :math:`c` observations for each of them, the form is estimated by
-    :math:`c^2` times its part off the diagonal, and :math:`c` times its diagonal.
+    The size of the matrix is quadratic in the number of observations. If there are more than
+    `LARGEST_SAMPLE`, a sample of that size is used. With :math:`c` observations for each one in the
+    sample, the form is estimated by :math:`c^2` times its off-diagonal part plus :math:`c` times
+    its diagonal part.
 
     Args:
         Z: ``m x d`` inducing points of the fit.
         inputs: ``n x d`` inputs of the observations.
         kernel: The kernel.
         slope: ``[b x] n`` slopes, for one or several outputs or latents.
-        max_points: The largest number of inducing points.
-        tol: What may be left, in nats for each observation.
+        max_points: The maximum number of inducing points.
+        tol: The gain that may remain, in nats per observation.
 
     Returns:
         ``m' x d`` inducing points; ``Z`` itself if they are enough.
@@ -209,7 +213,7 @@ def explain_residuals(
         inputs, slope = inputs[some], slope[:, some]
     parts = _criterion(Z, inputs, kernel, None, None)
     prior, residual, roots = parts.prior[0], parts.residual[0], [parts.A[0]]
-    # Rows of the kernel matrix in parts: there may be many inputs.
+    # The kernel matrix is evaluated in blocks of rows: there may be many inputs.
     matrix = _matrix_of(kernel)
     rows = [matrix(part, inputs)[0] @ slope.mT for part in inputs.split(512)]
     left = torch.cat(rows).mT - (slope @ parts.A[0].mT) @ parts.A[0]
@@ -223,7 +227,7 @@ def explain_residuals(
         gains = torch.where(is_new, left.square().sum(0) / residual.where(is_new, 1.0), 0.0)
         pivot = int(gains.argmax())
         if not bool(is_new[pivot]):
-            break  # what is left is rounding
+            break  # only rounding errors are left
         row = matrix(inputs[pivot : pivot + 1], inputs)[0, 0]
         for block in roots:
             row = row - block[:, pivot] @ block
@@ -247,24 +251,25 @@ def _exchange(
     tolerated: float,
     gain: float,
 ) -> Tensor:
-    r"""Redundant points exchanged for candidates, at most each of them once.
+    r"""Exchange redundant points for candidates, at most once each.
 
-    Kept up to date, at :math:`O(m^2 + m n)` an exchange, are :math:`P = K_{zz}^{-1}`, of which
-    :math:`1 / P_{jj}` is the variance of a point's value given those of all others, the weights
-    :math:`B = P K_{zx}` and what they leave unexplained. Without point ``j``
+    Three matrices are updated at :math:`O(m^2 + m n)` per exchange: :math:`P = K_{zz}^{-1}`, where
+    :math:`1 / P_{jj}` is the variance of the value at point ``j`` given those at all others; the
+    weights :math:`B = P K_{zx}`; and the unexplained variance :math:`r`. Without point ``j``, they
+    are
 
     .. math::
         P' = P - P_j P_j^T / P_{jj}, \quad B' = B - P_j B_j^T / P_{jj}, \quad
-        r' = r + B_j^2 / P_{jj},
+        r' = r + B_j^2 / P_{jj}.
 
-    and a point with covariances ``g`` and variance ``s`` given the others comes in by the same
-    formulas read backwards. In double precision, in which rounding errors stay far below what is
-    decided on. Variances of several kernels are averaged with given ``b`` shares, those that they
-    have in the precision of all observations.
+    A point with covariances ``g`` and variance ``s`` given the others is added by the inverse of
+    these formulas. All of this is in double precision, so that rounding errors are far smaller than
+    the differences that matter. For several kernels, variances are averaged with the weights
+    ``shares``, which are the kernels' shares of the precision of all observations.
 
-    So an exchange costs :math:`\tfrac12 \sum_i n_i \beta_i B_{ji}^2 / P_{jj}` nats, with ``b x n``
-    precisions ``known`` of all observations that the candidates stand for, and brings
-    :math:`\tfrac12 \sum_i \beta_i g_i^2 / s` by those ``at_hand``.
+    So an exchange costs :math:`\tfrac12 \sum_i n_i \beta_i B_{ji}^2 / P_{jj}` nats, where ``known``
+    holds the ``b x n`` precisions of all observations that the candidates stand for. It gains
+    :math:`\tfrac12 \sum_i \beta_i g_i^2 / s` nats with the precisions ``at_hand``.
     """
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
@@ -307,7 +312,7 @@ def _exchange(
 
 
 def first_kernel(kernel: Kernel) -> Kernel:
-    """The first member of a batch of kernels: BoTorch's allocators know few batches.
+    """Return the first kernel of a batch: BoTorch's allocators support few batches.
 
     Args:
         kernel: The batch.
@@ -316,11 +321,11 @@ def first_kernel(kernel: Kernel) -> Kernel:
 
 
 def _matrix_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
-    """Maps ``p x d`` and ``n x d`` inputs to ``b x p x n`` covariances of values there."""
+    """Return a function from ``p x d`` and ``n x d`` inputs to ``b x p x n`` covariances."""
     covariances = covariance_function(kernel)
     return lambda left, right: _members(covariances(left, right), 2)
 
 
 def _members(tensor: Tensor, event_dims: int) -> Tensor:
-    """``b x ...``, with one batch dimension."""
+    """Reshape to ``b x ...``, with one batch dimension."""
     return tensor.reshape(-1, *tensor.shape[tensor.dim() - event_dims :])

@@ -1,4 +1,4 @@
-"""The state of a stream: everything that an update changes besides the posterior."""
+"""The state of a stream: everything besides the posterior that an update changes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from seqgp.observations import Observations
 
 @dataclass(frozen=True)
 class Shard:
-    """The shard of one process, if several processes share the observations.
+    """The observations of one process, if several processes share them.
 
     Attributes:
         ranks: The processes.
-        position: ``n``, the place of each observation among those of all ranks, oldest first; new
-            ones in the order of the ranks that they came to.
-        total: The number of these.
-        mean_noise: ``[m x] 1``, the mean of their noise variances, if they have such. Predictions,
-            which do not communicate, take it for new ones.
+        position: ``n``, the position of each observation among those of all ranks, oldest first.
+            Observations that arrive together are in the order of the ranks.
+        total: The number of observations of all ranks.
+        mean_noise: ``[m x] 1``, the mean of their noise variances, if they have any. Predictions,
+            which do not communicate, use it for new observations.
     """
 
     ranks: Ranks
@@ -32,11 +32,11 @@ class Shard:
 
     @classmethod
     def begin(cls, number: int, device: torch.device, ranks: Ranks) -> Shard:
-        """The shard of the first observations, of which this rank has a given number."""
+        """Return the shard of the first observations, given their number on this rank."""
         return cls(ranks, torch.zeros(0, dtype=torch.long, device=device), 0).append(number)
 
     def append(self, number: int) -> Shard:
-        """With so many observations more on this rank."""
+        """Return the shard with more observations, given their number on this rank."""
         counts = self.ranks.counts(number)
         first = self.total + sum(counts[: self.ranks.rank])
         new = torch.arange(first, first + number, device=self.position.device)
@@ -45,45 +45,46 @@ class Shard:
         )
 
     def among(self, kept: Tensor) -> Shard:
-        """With positions among those that are kept, of which the positions so far are given."""
+        """Return the shard with positions among the kept ones, given the old positions of these."""
         return replace(self, position=torch.searchsorted(kept, self.position), total=len(kept))
 
     def gather(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Per-point values of all ranks, in the order of their positions."""
+        """Gather per-point values of all ranks, in the order of their positions."""
         order = self.ranks.gather(self.position).argsort()
         return self.ranks.gather(values, dim).index_select(dim, order)
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """The state of a stream. An update makes a new one.
+    """The state of a stream. Each update creates a new one.
 
     Attributes:
-        observations: What the model holds as it is (the memory): raw inputs, transformed targets.
-        represents: ``n``, how many observations of the stream each of these stands for: the inverse
-            of the probability that it was kept.
-        importance: ``n``, how much the memory's policy prefers each of these, set when it came.
-        fade: ``n``, how much each of these still counts in a stream that drifts.
-        fades: Whether any of these counts less than once.
-        drift: The evidence for each of several discounts, see `seqgp.streaming.drift`.
-        num_seen: How many observations have been learnt, including those it no longer holds.
-        num_updates: How many updates there have been.
-        rule: The name of the rule by which the stream is learnt.
-        classes_seen: The classes of a softmax that there have been so far.
-        replay: For how much of what has been folded the memory stands, see `MemoryOptions`.
-        power: With a replay, each of these observations counts for this power of how many it stands
-            for: once with 0, for all of them with 1.
-        learned_at: How many observations had been seen when hyperparameters were learnt last.
-        expected: The mean log density of observations like those so far, when hyperparameters were
-            learnt last; ``None`` if they have not been.
-        surprise: How many nats less probable than that new ones have been since.
-        initial: The hyperparameters that the stream began with, by name.
+        observations: The memory: observations that are kept as they are, with raw inputs and
+            transformed targets.
+        represents: ``n``, the number of observations of the stream that each of these stands for:
+            the inverse of its inclusion probability.
+        importance: ``n``, the preference of the memory's policy, set when an observation arrives.
+        fade: ``n``, the remaining weight of each observation in a stream that drifts.
+        fades: Whether any observation counts less than once.
+        drift: The evidence for each of several discounts; see `seqgp.streaming.drift`.
+        num_seen: The number of observations learnt, including those that are no longer kept.
+        num_updates: The number of updates.
+        rule: The name of the update rule of this stream.
+        classes_seen: The classes of a softmax likelihood that have been observed.
+        replay: The share of the summary that the memory replaces; see `MemoryOptions`.
+        power: With a replay, each observation in memory counts ``represents ** power`` times: once
+            for 0, as often as the observations that it stands for for 1.
+        learned_at: The number of observations seen when hyperparameters were last learnt.
+        expected: The mean log density of an observation of the stream when hyperparameters were
+            last learnt; ``None`` if they have not been learnt.
+        surprise: How many nats less probable than expected the observations since then were.
+        initial: The hyperparameters at the start of the stream, by name.
         moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
-            so far, as they were observed; ``None`` if they are not needed.
-        warned: Whether it has been said that more inducing points would be needed.
-        restarted_at: How many had been when learning last started from scratch as well.
-        shard: The place of these observations among those of all processes that share the stream;
-            ``None`` for one process.
+            so far, in their original units; ``None`` if they are not needed.
+        warned: Whether the user has been warned that more inducing points are needed.
+        restarted_at: The number of observations seen when learning last started from scratch.
+        shard: The positions of these observations among those of all processes that share the
+            stream; ``None`` for one process.
     """
 
     observations: Observations
@@ -109,7 +110,7 @@ class StreamState:
 
     @classmethod
     def begin(cls, observations: Observations, ranks: Ranks = ALONE) -> StreamState:
-        """The state of a model that has been built with some observations, on each rank."""
+        """Return the state of a model that was built with some observations, on each rank."""
         n = len(observations)
         one = observations.inputs.new_ones(n)
         if ranks.alone:
@@ -118,7 +119,7 @@ class StreamState:
         return cls(observations, one, one, one, shard.total, shard=shard).noting_noise()
 
     def noting_noise(self) -> StreamState:
-        """With the mean noise variance of the observations of all ranks."""
+        """Return the state with the mean noise variance of the observations of all ranks."""
         noise = self.observations.arguments.get("noise")
         if self.shard is None or noise is None:
             return self
@@ -127,7 +128,7 @@ class StreamState:
         return replace(self, shard=shard)
 
     def whole(self) -> StreamState:
-        """The state of a single process that holds the observations of all ranks."""
+        """Return the state of a single process that holds the observations of all ranks."""
         if self.shard is None:
             return self
         order = self.shard.ranks.gather(self.shard.position).argsort()
@@ -141,12 +142,12 @@ class StreamState:
         )
 
     def split(self, ranks: Ranks) -> StreamState:
-        """The state of one of several processes that share the observations evenly."""
+        """Return the state of one of several processes that share the observations evenly."""
         if ranks.alone:
             return self
         n, parts = len(self.observations), self.observations.first_parts
         first, last = (n * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-        if parts is not None:  # those of an answer go to one process
+        if parts is not None:  # all parts of an answer go to one process
             first, last = (int(parts[k]) if k < n else n for k in (first, last))
         index = torch.arange(first, last, device=self.fade.device)
         shard = Shard(ranks, index, n)
@@ -154,19 +155,19 @@ class StreamState:
 
     @property
     def num_held(self) -> int:
-        """How many observations are at hand, on all ranks."""
+        """The number of observations at hand, on all ranks."""
         return len(self.observations) if self.shard is None else self.shard.total
 
     def gather(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Values for each of the observations at hand, those of all ranks, oldest first."""
+        """Gather per-point values of the observations at hand on all ranks, oldest first."""
         return values if self.shard is None else self.shard.gather(values, dim)
 
     def own(self, values: Tensor) -> Tensor:
-        """The values of this rank's observations, of those that `gather` returns."""
+        """Return this rank's part of values as `gather` returns them."""
         return values if self.shard is None else values[..., self.shard.position]
 
     def append(self, new: Observations) -> StreamState:
-        """With more observations at hand, none of which counts as seen yet."""
+        """Return the state with more observations at hand; these do not count as seen yet."""
         one = torch.ones(len(new), dtype=self.represents.dtype, device=self.represents.device)
         return replace(
             self,
@@ -178,7 +179,7 @@ class StreamState:
         )
 
     def select(self, index: Tensor) -> StreamState:
-        """With some of the observations only."""
+        """Return the state with a selection of the observations."""
         return replace(
             self,
             observations=self.observations.select(index),
@@ -191,7 +192,7 @@ class StreamState:
         )
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> StreamState:
-        """The same on another device or in another precision."""
+        """Return the state on another device or in another precision."""
         return replace(
             self,
             observations=self.observations.to(convert),
@@ -207,17 +208,17 @@ class StreamState:
 
     @property
     def weights(self) -> Tensor | None:
-        """``n``, how often each observation at hand counts; ``None`` for once."""
+        """``n``, the weight of each observation at hand; ``None`` if all count once."""
         return self.counts if self.replay or self.fades else None
 
     @property
     def counts(self) -> Tensor:
-        """``n``, how often each observation at hand is part of the posterior."""
+        """``n``, the weight of each observation at hand in the posterior."""
         if not self.replay:
             return self.fade
         return self.fade * (1 + self.replay * (self.represents**self.power - 1))
 
     @property
     def summary_share(self) -> float:
-        """How much of the summary counts; the rest is what the memory stands for."""
+        """The share of the summary that counts; the memory replaces the rest."""
         return 1 - self.replay

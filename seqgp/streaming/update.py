@@ -1,8 +1,9 @@
-"""Learning from a stream, one batch after the other.
+"""Update a model with the next batch of a stream.
 
-Every observation lives in exactly one place: in the memory, as it is, or in the summary, folded
-for good. An update takes memory and new observations together, converges their sites on top of the
-summary, learns hyperparameters, chooses what to remember and folds the rest.
+Every observation lives in exactly one place: in the memory, where it is kept as it is, or folded
+into the summary for good. An update takes memory and new observations together, converges their
+sites on top of the summary, learns hyperparameters, chooses which observations to keep in the
+memory and folds the others.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ from seqgp.streaming.standardization import note_scale, restandardize
 from seqgp.streaming.state import StreamState
 from seqgp.validation import check_bound, renamed
 
-#: A batch is small if so many of its size are at hand.
+#: A batch is small if the memory is at least this many times larger.
 SMALL_BATCH = 20
-#: The relative tolerance of the sites for a small batch: the next ones converge them further.
+#: Relative tolerance of the sites for a small batch. Later updates converge them further.
 SMALL_BATCH_TOLERANCE = 1e-4
 
-#: Rules of learning by their short names.
+#: Update rules by their short names.
 RULES: dict[str, Callable[[], UpdateRule]] = {
     "pseudo-likelihood": PseudoLikelihood,
     "paper": PaperRule,
@@ -125,7 +126,7 @@ class UpdateRecord:
 
 
 def update_rule(mode: str | UpdateRule) -> UpdateRule:
-    """A rule of learning, or that with a given name.
+    """Return an update rule, given the rule itself or its short name.
 
     Args:
         mode: A rule or its short name.
@@ -146,15 +147,16 @@ def update(
     mode: str | UpdateRule = "pseudo-likelihood",
     options: UpdateOptions | None = None,
 ) -> UpdateRecord:
-    """Learn from the next batch of a stream; `SequentialGP.update` has the documentation.
+    """Learn from the next batch of a stream; see `SequentialGP.update`.
 
     Args:
-        model: The model. It is changed as a whole, when all is done, or not at all.
+        model: The model. It is changed once the update is complete; if there is an error, it is
+            left as it was.
         X: ``n x d`` inputs.
         Y: ``n x m`` observations.
         noise: Noise variances of Gaussian observations.
         arguments: Per-point arguments of the likelihood.
-        mode: The rule.
+        mode: The update rule.
         options: The options.
     """
     start_time = time.perf_counter()
@@ -185,7 +187,7 @@ def update(
         decision = decide(model.stream, num_new, wanted, surprise)
         draft = draft_of(model, decision.learn)
         draft.stream = replace(draft.stream, surprise=0.0 if decision.learn else surprise)
-        # Without learning nothing but the posterior changes.
+        # Without learning, only the posterior changes.
         steady = nullcontext() if decision.learn else draft.variational_strategy.steady()
         with steady:
             parts = _learn(draft, new, num_new, rule, options, memory, decision)
@@ -211,7 +213,7 @@ def update(
 
 
 class _Parts(NamedTuple):
-    """What becomes part of the record of an update."""
+    """The results of `_learn` that become part of the record of an update."""
 
     bound: Tensor
     steps: int
@@ -229,10 +231,10 @@ def _learn(
     memory: MemoryOptions,
     decision: Decision,
 ) -> _Parts:
-    """The steps of an update, on a draft of the model.
+    """Run the steps of an update on a draft of the model.
 
-    If several processes share the stream, ``new`` are the observations that have come to this one,
-    and ``num_new`` is the number of all.
+    If several processes share the stream, ``new`` holds the new observations of this process, and
+    ``num_new`` is their number over all processes.
     """
     strategy = model.variational_strategy
     num_old = len(model.stream.observations)
@@ -261,7 +263,7 @@ def _learn(
             own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    # From scratch only when hyperparameters are learnt: otherwise a few more are all that it takes.
+    # Choose from scratch only if hyperparameters are learnt. Otherwise a few more points suffice.
     anew = decision.learn or options.learn is False
     checks = decision.learn or _is_time_to_check(model, num_new)
     small = not checks and _is_small(model, num_new)
@@ -280,7 +282,7 @@ def _learn(
     _warn_at_limit(model, inducing, options.max_inducing)
     if decision.learn and options.learn is None:
         model.stream = replace(model.stream, expected=expected_density(model))
-    # Anew: inputs may be transformed by what was learnt.
+    # Transform again: the input transform may have been learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented)
     sites, leverage = sites_and_leverage(model, batch.data)
     stream = model.stream
@@ -311,7 +313,7 @@ def _learn(
         restarted_at=number if decision.restart else stream.restarted_at,
     ).noting_noise()
     if not (decision.learn or strategy.has_summary):
-        strategy.state()  # so that the first prediction finds it
+        strategy.state()  # cached for the first prediction
     reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
     return _Parts(learned.bound, learned.steps, reason, factor, choice.kept)
 
@@ -323,11 +325,11 @@ def _discount(
     options: UpdateOptions,
     decision: Decision,
 ) -> float:
-    """How much all that was learnt before counts from now on."""
+    """Return the factor by which everything learnt so far is down-weighted from now on."""
     if not isinstance(options.discount, str):
         return options.discount
     if decision.learn and not model.stream.learned_at:
-        return 1.0  # hyperparameters are anybody's guess so far, and so is what is surprising
+        return 1.0  # the hyperparameters are still arbitrary, so nothing counts as surprising yet
     old, new = data.select(slice(num_old)), data.select(slice(num_old, len(data)))
     stream = model.stream
     factor, evidence = choose_discount(model, new, old, stream.counts[:num_old], stream.drift)
@@ -338,7 +340,7 @@ def _discount(
 def _importance(
     stream: StreamState, memory: MemoryOptions, leverage: Tensor, num_new: int
 ) -> Tensor:
-    """The importance of all observations: for the new ones, what the memory's policy says."""
+    """Return the importance of all observations; the memory's policy sets that of the new ones."""
     policy, importance = memory.chooser, stream.gather(stream.importance)
     if not num_new or not isinstance(policy, SamplingPolicy):
         return importance
@@ -348,7 +350,7 @@ def _importance(
 
 
 def _note_kept(model: StreamModel, kept: Tensor) -> Tensor:
-    """Indices of this rank's observations that are kept, and their places among all that are.
+    """Return the indices of this rank's observations that are kept, and update their positions.
 
     Args:
         model: The model.
@@ -365,7 +367,7 @@ def _note_kept(model: StreamModel, kept: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _density(model: StreamModel, new: Observations) -> Tensor:
-    """Log predictive density of new observations before they are learnt, on the scale of Y."""
+    """Return the log predictive density of new observations before the update, on Y's scale."""
     with model.guard.reading:
         part = model.transformed(new)
         mean, variance = model.variational_strategy.marginals(part)
@@ -393,10 +395,9 @@ def _choose_inducing_points(
     rule: UpdateRule,
     anew: bool = True,
 ) -> None:
-    """Put inducing points where the rule wants them.
+    """Replace the inducing points by those that the rule chooses.
 
-    The duals stay in the basis that they were made in, so that nothing is lost before the new
-    points have found their places.
+    The duals stay in their original basis, so that nothing is lost until the new points are final.
     """
     strategy = model.variational_strategy
     Z = strategy.inducing_points.detach()
@@ -434,13 +435,13 @@ def _choose_inducing_points(
 
 
 def _is_time_to_check(model: StreamModel, num_new: int) -> bool:
-    """Whether the stream has grown by a twentieth: now and then in small batches."""
+    """Whether the stream has crossed a power of 1.05 in size, which is rare for small batches."""
     before, now = model.stream.num_seen, model.stream.num_seen + num_new
     return before > 0 and int(math.log(now, 1.05)) > int(math.log(before, 1.05))
 
 
 def _is_small(model: StreamModel, num_new: int) -> bool:
-    """Whether a batch is too small for all that is remembered to be looked at again in detail."""
+    """Whether a batch is so small, relative to the memory, that the memory is not checked again."""
     held = model.stream.num_held
     return held >= 100 and SMALL_BATCH * num_new <= held and model.stream.shard is None
 
@@ -450,7 +451,7 @@ def _have_their_points(
 ) -> bool:
     """Whether the inducing points explain the new inputs of a small batch well.
 
-    Those that are remembered have been looked at before.
+    The inputs in the memory were checked by earlier updates.
     """
     Z, data = model.variational_strategy.inducing_points.detach(), model.stream.observations
     if type(inducing) is not Exchange or Z.dim() > 2:
@@ -464,10 +465,11 @@ def _have_their_points(
 
 
 def _add_where_misfitting(model: StreamModel, learned: Learned, options: UpdateOptions) -> Learned:
-    """Add inducing points where residuals of what has been learnt say that others are missing.
+    """Add inducing points where the residuals of the fit show that some are missing.
 
-    The criterion in nats trusts the kernel. Where functions vary faster than it says, the residuals
-    are no noise, and the inducing points cost more, see `explain_residuals`.
+    The criterion in nats (`inducing_cost`) assumes that the kernel is right. Where the function
+    varies faster than the kernel says, the residuals are not just noise, and missing inducing
+    points cost more than the criterion says; see `explain_residuals`.
     """
     strategy, stream = model.variational_strategy, model.stream
     Z, kernel = strategy.inducing_points.detach(), model.covar_module
@@ -488,12 +490,13 @@ def _add_where_misfitting(model: StreamModel, learned: Learned, options: UpdateO
 
 
 def _weighted_inputs(model: StreamModel) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The points of the observations at hand, and for each what the criterion in nats asks.
+    """Return the points of the observations at hand with their weights in `inducing_cost`.
 
     Returns:
-        ``... x n J x d`` points of all ranks, as the strategy sees them; ``n J``, how many each
-        stands for; ``[b x] n J`` precisions of sites, one row for each kernel or summed; ``J``, the
-        number of points of each observation.
+        The ``n J x d`` points of all ranks, as the strategy sees them, with any batch dimensions in
+        front; ``n J``, the number of observations that each stands for; ``[b x] n J``, the
+        precisions of the sites, either a row for each kernel or their sum; and ``J``, the number of
+        points of each observation.
     """
     stream = model.stream
     data = model.transformed(stream.observations)
@@ -509,22 +512,22 @@ def _weighted_inputs(model: StreamModel) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def _precision(model: StreamModel, data: Observations) -> Tensor:
-    """``[b x] n`` precisions of sites, one row for each kernel or summed."""
+    """Return ``[b x] n`` precisions of sites: a row for each kernel, or their sum."""
     strategy, likelihood = model.variational_strategy, model.likelihood
-    if is_conjugate(likelihood):  # whatever the posterior is: it need not be known
+    if is_conjugate(likelihood):  # the sites do not depend on the posterior
         prior = torch.zeros_like(data.targets)
         sites = make_sites(data.evaluate(likelihood, False)(prior, prior), prior)
     else:
         sites, _ = strategy.sites(data, likelihood=likelihood)
     precision = sites.beta.expand_as(sites.lam)
-    # Kernels of several outputs or latents share the inducing points of one model.
+    # Kernels of several outputs or latents share the inducing points.
     if strategy.inducing_points.dim() > 2 or precision.shape[:-1] != model.covar_module.batch_shape:
         precision = _sum_over_batch(precision)
     return precision
 
 
 def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int | None) -> None:
-    """Say once that more inducing points than the default limit allows would be needed."""
+    """Warn, once per stream, if the data need more inducing points than the default limit."""
     Z, stream = model.variational_strategy.inducing_points.detach(), model.stream
     default = limit is None and model.max_inducing == DEFAULT_LIMIT
     default = default and not model.keeps_inducing_points
@@ -545,14 +548,18 @@ def _warn_at_limit(model: StreamModel, inducing: InducingPointRule, limit: int |
 
 
 def _limit(model: StreamModel) -> int:
-    """The largest number of inducing points: fewer than at first, if all inputs were such."""
+    """Return the maximum number of inducing points.
+
+    After the first update, this is at least the present number, which may exceed
+    ``model.max_inducing``.
+    """
     present = model.variational_strategy.inducing_points.shape[-2]
     first = model.stream.num_updates == 0
     return model.max_inducing if first else max(present, model.max_inducing)
 
 
 def sites_and_leverage(model: StreamModel, data: Observations) -> tuple[Sites, Tensor]:
-    """Sites and leverage scores of observations under the present posterior.
+    """Return sites and leverage scores of observations under the present posterior.
 
     Args:
         model: The model.
@@ -564,7 +571,7 @@ def sites_and_leverage(model: StreamModel, data: Observations) -> tuple[Sites, T
 
 
 def classes_of(model: StreamModel) -> Tensor:
-    """The classes of the observations at hand.
+    """Return the classes of the observations at hand.
 
     Args:
         model: The model.
@@ -586,7 +593,7 @@ def update_stream(
     progress: bool,
     options: dict[str, Any],
 ) -> list[UpdateRecord]:
-    """Update with each batch of a stream; `SequentialGP.update_stream` has the documentation.
+    """Update with each batch of a stream; see `SequentialGP.update_stream`.
 
     Args:
         update_with: Updates the model with one batch.
@@ -620,21 +627,22 @@ def update_stream(
 
 
 def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) -> None:
-    """Remove observations; `SequentialGP.forget` has the documentation.
+    """Remove observations; see `SequentialGP.forget`.
 
     Args:
-        model: The model. It is changed as a whole, when all is done, or not at all.
+        model: The model. It is changed once all observations have been removed; if there is an
+            error, it is left as it was.
         known: The observations, as the model stores them.
-        fade: ``n'``, how much each of them still counts, if it is no longer remembered.
+        fade: ``n'``, the remaining weight of each observation that is no longer in the memory.
     """
     model.check_not_fantasy()
     draft = draft_of(model, learn=False)
     ranks, held = draft.variational_strategy.ranks, draft.stream.observations
-    known = known.gathered(ranks)  # which may be held by any of them
+    known = known.gathered(ranks)  # any rank may hold them
     fade = None if fade is None else ranks.gather(fade)
     keep = torch.ones(len(held), dtype=torch.bool, device=held.inputs.device)
     rest = list(range(len(known)))
-    for rank in range(ranks.size):  # one after the other: each observation is removed once
+    for rank in range(ranks.size):  # rank by rank, so that each observation is removed once
         found = torch.zeros(len(rest), device=keep.device)
         if rank == ranks.rank:
             matches = _matches(
@@ -673,31 +681,31 @@ def forget(model: StreamModel, known: Observations, fade: Tensor | None = None) 
 
 
 def _first_of_batch(X: Tensor) -> Tensor:
-    """``n x d``, the first of ``... x n x d``; there may be none of ``n``."""
+    """Return the first ``n x d`` of a batch ``... x n x d``; ``n`` may be zero."""
     return X if X.dim() == 2 else X.flatten(0, -3)[0]
 
 
 def _sum_over_batch(scores: Tensor) -> Tensor:
-    """``n`` sums of ``... x n`` scores."""
+    """Sum ``... x n`` scores over all batch dimensions."""
     return scores.sum(tuple(range(scores.dim() - 1))) if scores.dim() > 1 else scores
 
 
 def _all_of_batch(flags: Tensor) -> Tensor:
-    """``n x k`` flags that are true in all of a batch ``... x n x k``."""
+    """Return ``n x k`` flags that are true where all of a batch ``... x n x k`` are."""
     return flags.flatten(0, -3).all(0) if flags.dim() > 2 else flags
 
 
 def _each(observations: Observations) -> list[slice]:
-    """Slices of one observation each."""
+    """Return one slice for each observation."""
     return [slice(i, i + 1) for i in range(len(observations))]
 
 
 def _matches(held: Observations, known: Observations) -> list[int | None]:
-    """For each observation, the index of one among those held that is the same."""
+    """Return, for each known observation, the index of an equal one that is held, or None."""
     if (held.coefficients is None) != (known.coefficients is None):
         return [None for _ in range(len(known))]
     dims = tuple(range(-1 if held.coefficients is None else -2, 0))
-    # One at a time: inputs may be images, and new x old x d too much.
+    # Row by row: inputs may be images, and an array of new x old x d elements would be too large.
     rows = [(held.inputs == known.select(index).inputs).all(dims) for index in _each(known)]
     none = held.targets.new_zeros(0, len(held), dtype=torch.bool)
     same = torch.stack(rows, -2) if rows else none
@@ -716,7 +724,7 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
     same = same & (sizes[0].to(same.device).unsqueeze(-1) == sizes[1].to(same.device))
     taken: set[int] = set()
     result: list[int | None] = []
-    while len(result) < len(known):  # an answer that has several parts is the same if all are
+    while len(result) < len(known):  # an answer matches if all of its parts do
         row = len(result)
         parts = max(int(sizes[0][row]), 1)
         places = max(len(held) + 1 - parts, 0)
@@ -728,5 +736,5 @@ def _matches(held: Observations, known: Observations) -> list[int | None]:
 
 
 def _numbers_of_parts(first: Tensor) -> Tensor:
-    """``n``: of how many parts the answer is that begins here; zero for its other parts."""
+    """Return ``n`` counts: the number of parts of the answer that begins here, else zero."""
     return torch.zeros_like(first).index_add(0, first, torch.ones_like(first))

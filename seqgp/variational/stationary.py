@@ -63,6 +63,13 @@ class Stationary(NamedTuple):
             return _Covariances.apply(*scaled, scale, self.profile)
         return self.profile.evaluate(_squared_distances(*scaled), scale)[0]
 
+    def pairwise(self, left: Tensor, right: Tensor) -> Tensor:
+        """``...`` covariances of values at ``... x d`` inputs with those at as many others."""
+        lengthscale = self.lengthscale.squeeze(-2) / self.profile.unit
+        square = ((left - right) / lengthscale).square().sum(-1)
+        scale = left.new_ones(()) if self.scale is None else self.scale
+        return self.profile.evaluate(square, scale)[0]
+
     def variance(self, inputs: Tensor) -> Tensor:
         """Return the ``... x n`` prior variances at ``... x n x d`` inputs."""
         one = inputs.new_ones(()) if self.scale is None else self.scale
@@ -72,43 +79,68 @@ class Stationary(NamedTuple):
         """Return the lazy covariance at ``... x n x d`` inputs, at present hyperparameters."""
         lengthscale, scale, profile = self
         one = inputs.new_ones(()) if scale is None else scale
-        return StationaryCovariance(inputs, lengthscale.detach(), one.detach(), profile)
+        return StationaryCovariance(inputs, inputs, lengthscale.detach(), one.detach(), profile)
 
 
 class StationaryCovariance(LinearOperator):
-    """A lazy matrix of covariances at ``... x n x d`` inputs.
+    """Covariances of values at two sets of inputs, evaluated when they are needed.
 
     Args:
-        inputs: The inputs.
-        lengthscale: See `Stationary`.
+        left: ``... x p x d`` inputs.
+        right: ``... x n x d`` inputs.
+        lengthscale: As for `Stationary`.
         scale: The prior variance.
         profile: See `Stationary`.
     """
 
     def __init__(
-        self, inputs: Tensor, lengthscale: Tensor, scale: Tensor, profile: Profile
+        self, left: Tensor, right: Tensor, lengthscale: Tensor, scale: Tensor, profile: Profile
     ) -> None:
-        super().__init__(inputs, lengthscale, scale, profile=profile)
-        self.inputs, self.kernel = inputs, Stationary(lengthscale, scale, profile)
+        super().__init__(left, right, lengthscale, scale, profile=profile)
+        self.left, self.right = left, right
+        self.kernel = Stationary(lengthscale, scale, profile)
+
+    def _between(self, left: Tensor, right: Tensor) -> StationaryCovariance:
+        lengthscale, scale, profile = self.kernel
+        assert scale is not None
+        return StationaryCovariance(left, right, lengthscale, scale, profile)
 
     def _size(self) -> torch.Size:
-        return torch.Size([*self.inputs.shape[:-1], self.inputs.shape[-2]])
+        batch_shape = torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
+        return torch.Size([*batch_shape, self.left.shape[-2], self.right.shape[-2]])
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self
+        return self._between(self.right, self.left)
 
     def _diagonal(self) -> Tensor:
-        return self.kernel.variance(self.inputs)
+        return self.kernel.pairwise(self.left, self.right)
 
     def to_dense(self) -> Tensor:
-        """Return the ``... x n x n`` matrix."""
-        return self.kernel.matrix(self.inputs, self.inputs)
+        """The ``... x p x n`` matrix."""
+        return self.kernel.matrix(self.left, self.right)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.to_dense() @ rhs
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return self.kernel.covariance(self.inputs.expand(*batch_shape, *self.inputs.shape[-2:]))
+        return self._between(*(x.expand(*batch_shape, *x.shape[-2:]) for x in self._inputs()))
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if not (isinstance(row_index, slice) and isinstance(col_index, slice)):
+            return super()._getitem(row_index, col_index, *batch_indices)
+        left, right = self._inputs()
+        return self._between(left[(*batch_indices, row_index)], right[(*batch_indices, col_index)])
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        left, right = self._inputs()
+        return self.kernel.pairwise(
+            left[(*batch_indices, row_index)], right[(*batch_indices, col_index)]
+        )
+
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        """Both sets of inputs, with the batch shape of the matrix."""
+        left, right = (x.expand(*self.batch_shape, *x.shape[-2:]) for x in (self.left, self.right))
+        return left, right
 
 
 def stationary(kernel: Kernel) -> Stationary | None:

@@ -50,4 +50,6 @@ def swap(names: list[str]) -> None:
                 setattr(namespace, theirs.__name__, ours)
 
 
-swap(os.environ.get("SWAP", "SingleTaskGP,SingleTaskVariationalGP").split(","))
+def pytest_configure() -> None:
+    """Swap when pytest loads this as a plugin, and not when something imports it."""
+    swap(os.environ.get("SWAP", "SingleTaskGP,SingleTaskVariationalGP").split(","))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
+from linear_operator import to_dense
 
-from seqgp.variational.stationary import stationary
+from seqgp.variational.stationary import StationaryCovariance, stationary
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -97,6 +98,26 @@ def test_lazy_covariances(kernel: Kernel) -> None:
     torch.testing.assert_close(operator.diagonal(dim1=-2, dim2=-1), diagonal)
     wider = operator.expand(4, *expected.shape).to_dense()
     torch.testing.assert_close(wider, expected.expand_as(wider), rtol=1e-10, atol=1e-10)
+
+
+def test_parts_of_lazy_covariances(kernel: Kernel) -> None:
+    """Blocks, rows and elements, also of batches."""
+    x, known = torch.rand(2, 5, 3), stationary(kernel)
+    assert known is not None
+    operator, expected = known.covariance(x), kernel(x).to_dense().detach()
+    for index in (
+        (..., slice(1, 4), slice(2, None)),
+        (1, slice(None), slice(0, 2)),
+        (slice(0, 1), slice(3), slice(3)),
+        (0, 2, slice(None)),
+        (..., torch.tensor([0, 3]), slice(None)),
+        (torch.tensor([0, 1]), torch.tensor([4, 2]), torch.tensor([1, 2])),
+        (1, 3, 3),
+    ):
+        torch.testing.assert_close(to_dense(operator[index]), expected[index], rtol=1e-8, atol=1e-8)
+    block = operator[..., 1:4, 2:]
+    assert isinstance(block, StationaryCovariance)
+    torch.testing.assert_close(block.mT.to_dense(), expected[..., 1:4, 2:].mT)
 
 
 class Doubled(RBFKernel):

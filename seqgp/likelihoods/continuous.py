@@ -25,6 +25,7 @@ def bounded_exp(x: Tensor) -> Tensor:
     If a latent variance is in the thousands, expectations of exponentials overflow. With the
     tangent, they and their derivatives stay finite, so that an optimiser can recover from a bad
     step.
+
     Args:
         x: ``...`` exponents.
     """

@@ -1,4 +1,4 @@
-"""Benchmarks: one command a table, ``python -m benchmarks NAME``.
+"""Benchmarks: one command for each table, ``python -m benchmarks NAME``.
 
 Each benchmark is a module of this package with two functions:
 

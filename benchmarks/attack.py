@@ -1,10 +1,10 @@
-"""What the library promises, attacked: random calls, kills, corruption, interrupts, long streams.
+"""Stress tests of the library: random calls, kills, corruption, interrupts, long streams.
 
-Every unit counts what it tried and what failed, and writes down the first failures; the aim is
-zero. The attacks themselves are those of the tests (`tests/reliability`, `tests/checkpoint`), only
-more of them. Those of models take turns among all kinds of them: `tests.reliability.subjects` has
-one for each likelihood, and several outputs, discrete columns, comparisons and tasks. Units of a
-soak continue from a checkpoint of the unit before, in a process of their own.
+Every unit counts attempts and failures, and records the first failures; the aim is zero. The tests
+themselves are those of `tests/reliability` and `tests/checkpoint`, with more repetitions. Those of
+models cycle through all kinds of models in `tests.reliability.subjects`: one for each likelihood,
+several outputs, discrete columns, comparisons and tasks. Units of a soak test resume from a
+checkpoint of the previous unit, in a new process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ax experiments: best valid value by trial, and what a trial costs as trials grow.
+"""Ax experiments: best valid value by trial, and the cost of a trial as trials accumulate.
 
-All ways use Ax's `Client` with the same seed and so the same quasi-random trials; they differ in
-the generation strategy, and in what they are told of trials that fail.
+All methods use Ax's `Client` with the same seed, and so the same quasi-random trials. They differ
+in the generation strategy, and in the data that they get of failed trials.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two interleaved crescents that come in four batches, of which only one is at hand at a time.
+"""Two interleaved crescents in four batches, one of which is available at a time.
 
 (a) Hyperparameters and inducing points are those of offline learning: what does conditioning alone
 lose? (b) Everything is learnt along the way. In both, the methods are compared with an offline

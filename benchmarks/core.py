@@ -1,4 +1,4 @@
-"""One natural-gradient step: is it as fast as the arithmetic allows, and is its memory bounded?
+"""One natural-gradient step: its speed compared with bare arithmetic, and its memory.
 
 (1) `DualVariationalStrategy.natural_gradient_step` against the same arithmetic in bare tensors and
 against a step of GPyTorch's natural-gradient descent. All three start from the same posterior, and

@@ -1,4 +1,4 @@
-"""Where the benchmarks' data sets are."""
+"""Location of the benchmarks' data sets."""
 
 from __future__ import annotations
 

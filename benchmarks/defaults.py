@@ -1,4 +1,4 @@
-"""Streams as a user meets them: the first batch, updates, and no other argument.
+"""Streams with default arguments only: the first batch, then updates.
 
 ``SequentialGP(X, Y[, likelihood])`` of the first piece, then ``update(X, Y)`` for each further one.
 Inputs are scaled by known bounds. No method may look at later pieces, for inducing points, scales

@@ -1,4 +1,4 @@
-"""Processes that share the data of one model: seconds and memory of each, and what they send.
+"""Processes that share the data of one model: time, memory and communication of each.
 
 ``build`` is a model of Gaussian observations, at given hyperparameters and inducing points, from
 batches that each rank holds. ``labels`` is one of labels, whose natural-gradient steps, each a pass

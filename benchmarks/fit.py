@@ -1,4 +1,4 @@
-"""Fitting a data set: the bound that is reached, and how long it takes.
+"""Fits to a data set: the bound that is reached, and the time to reach it.
 
 `SequentialGP` with `DualELBO` against BoTorch's `SingleTaskVariationalGP` with `VariationalELBO`,
 both through `fit_gpytorch_mll` with its defaults: same kernel, priors, number of inducing points

@@ -1,4 +1,4 @@
-"""Whether results were measured with the code that is here now.
+"""Whether results were measured with the present code.
 
 A measurement of revision :math:`r` is *current* if none of the files that its benchmark uses has
 changed since :math:`r`. These files are the benchmark's module and, transitively, what it imports

@@ -1,4 +1,4 @@
-"""Which modules of a package a source imports, read off the source without running it."""
+"""Imports of a source file from a package, determined without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warnings that benchmarks expect: rivals raise them, and so does what is cut short."""
+"""Warnings that benchmarks expect, from rivals and from runs that are cut short."""
 
 from __future__ import annotations
 

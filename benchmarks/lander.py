@@ -1,4 +1,4 @@
-"""A lunar lander that is steered by a rule with twelve constants, in wind.
+"""A lunar lander in wind, controlled by a rule with twelve constants.
 
 The problem of `benchmarks.lunar`. It needs ``gymnasium`` with Box2D: ``pip install
 'gymnasium[box2d]'``.

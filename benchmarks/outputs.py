@@ -1,4 +1,4 @@
-"""Outputs that inform each other, noise that varies, labels beside values, correlated validity.
+"""Correlated outputs, varying noise, labels together with values, and correlated validity.
 
 * ``scarce``: two outputs in a box, one of them observed at few inputs, whose errors are compared:
   ours, also with a part of its own for the scarce one (`shared_and_own`), `MultiTaskGP`, and models

@@ -1,4 +1,4 @@
-"""Is the present tree as fast as it should be? Against an earlier revision and against rivals.
+"""Speed of the present tree, compared with an earlier revision and with rivals.
 
 Each piece of work is timed in the present tree (*ours*), in an earlier revision (*old*:
 ``--against PATH_OR_REVISION``) and, where there is one, by a rival: BoTorch's own model, or the

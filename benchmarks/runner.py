@@ -1,4 +1,4 @@
-"""Measurements that are written as they are made, and how to take them."""
+"""Measurements: how they are taken, and stored one by one."""
 
 from __future__ import annotations
 

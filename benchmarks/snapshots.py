@@ -1,4 +1,4 @@
-"""Methods after each piece of a stream, and how they are kept for figures."""
+"""States of methods after each piece of a stream, stored for figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets that come in pieces, and how well a model that has seen them predicts."""
+"""Data sets in pieces, and predictions of models that have learnt some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digits in tasks of two classes each, and how well a model that has seen some predicts."""
+"""Digits in tasks of two classes each, and predictions of models that have learnt some tasks."""
 
 from __future__ import annotations
 

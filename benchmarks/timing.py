@@ -1,4 +1,4 @@
-"""Predictions of a stream against the time that it takes to learn it, at fixed hyperparameters.
+"""Predictions of a stream against the time to learn it, at fixed hyperparameters.
 
 Adult, in 50 pieces, m = 100. Hyperparameters and inducing points are those of offline learning of
 2,000 of the data, the same for all methods, so that only variational parameters are learnt; with

@@ -1,4 +1,4 @@
-"""One update of a stream: its time and memory as more and more has been seen, against a refit.
+"""One update of a stream: its time and memory as the stream grows, compared with a refit.
 
 500 new observations, at most 400 in the memory, one thread. ``condition`` learns no
 hyperparameters, ``learn`` takes 20 steps on them and on the inducing points; ``refit`` builds a

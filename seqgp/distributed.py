@@ -1,12 +1,13 @@
 """Processes that share one data set, each with a shard of it, on `torch.distributed`.
 
-What a model knows is a sum over observations. So each process (a *rank*) sums over its own shard,
-one all-reduce adds up the sums, and all ranks go on with the same numbers to the same decisions.
+A posterior is determined by sums over observations. So each process (a *rank*) sums over its own
+shard, one all-reduce adds up the sums, and all ranks continue with the same numbers and make the
+same decisions.
 
 A rank that fails must not leave the others waiting. Every exchange therefore begins with a short
-header in which each rank says whether it has failed. One that has, wherever in its own code, sends
-its next header with that flag (`Ranks.together`), meets whatever exchange the others are waiting
-in, and all ranks raise its error.
+header that tells whether a rank has failed. A rank that fails anywhere in its own code sends its
+next header with that flag (`Ranks.together`), in whatever exchange the others are waiting for, and
+all ranks raise its error.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ import torch.distributed as dist
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-#: Elements up to which sums are gathered and added up in the order of the ranks.
+#: Tensors with up to this number of elements are gathered, and summed in the order of the ranks.
 _SMALL = 1024
-#: What an exchange is for, as part of its header: all ranks must want the same.
+#: The kind of an exchange, as part of its header: it has to be the same on all ranks.
 _FAILED, _AGREE, _SUM, _GATHER = -1, 0, 1, 2
 
 
 class Ranks:
     """The processes that share the data of a model; without a group, this one alone.
 
-    All methods but the properties are collective: every rank calls them, in the same order.
+    All methods except the properties are collective: every rank calls them, in the same order.
 
     A model does not keep its group alive. So after `torch.distributed.destroy_process_group`, the
-    threads of the group have ended, and the process can end safely while models are still around.
-    Threads of gloo that are at work when the interpreter shuts down would abort the process.
+    threads of the group end, and the process can exit safely while models still exist. Threads of
+    gloo that are running when the interpreter shuts down would abort the process.
 
     Args:
         process_group: A group of `torch.distributed` (``torch.distributed.group.WORLD`` for all
@@ -63,7 +64,7 @@ class Ranks:
             self._group = weakref.ref(process_group)
             self.rank, self.size = dist.get_rank(process_group), process_group.size()
             config = dist.get_backend_config(process_group)
-            #: How tensors of each type of device are exchanged.
+            #: The backend for each type of device.
             self.backends = dict(pair.split(":") for pair in config.split(","))
         #: Bytes that this rank has contributed to exchanges so far.
         self.bytes_sent = 0
@@ -81,7 +82,7 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group, ``None`` for this process alone."""
+        """The process group, ``None`` for this process alone."""
         if self._group is None:
             return None
         group = self._group()
@@ -102,14 +103,14 @@ class Ranks:
     # ---------------------------------------------------------------- exchanges
 
     def agree(self) -> None:
-        """Wait for all ranks; raises on each of them if one has failed."""
+        """Wait for all ranks; if one has failed, raise on each of them."""
         self.commit(lambda: None)
 
     def commit(self, change: Callable[[], None]) -> None:
-        """Make a change on all ranks, or on none of them if one has failed before.
+        """Make a change on all ranks, or on none of them if one has failed.
 
         Args:
-            change: What to do to the model of this rank. It cannot be interrupted.
+            change: Changes the model of this rank. It cannot be interrupted.
         """
         if self.alone:
             change()
@@ -118,11 +119,11 @@ class Ranks:
             self._header(_AGREE, 0, 0)
             try:
                 change()
-            except BaseException as error:  # the same on all ranks, as they know the same
+            except BaseException as error:  # the same on all ranks, which have the same data
                 raise _marked(error) from None
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Sums over the ranks of tensors of the same shapes, the same bits on all of them."""
+        """Return sums of tensors over the ranks, bitwise the same on all of them."""
         if self.alone or not tensors:
             return tensors
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -139,11 +140,11 @@ class Ranks:
         return tuple(p.reshape(t.shape).to(t) for p, t in zip(parts, tensors, strict=True))
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest of the ranks' elements; NaN if one of them is."""
+        """Return the elementwise maximum over the ranks; NaN where any rank has NaN."""
         return tensor if self.alone else self.gather(tensor.unsqueeze(0), 0).amax(0)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors one after the other; their sizes may differ in that dimension."""
+        """Concatenate the tensors of all ranks; their sizes may differ in that dimension."""
         if self.alone:
             return tensor
         dim = dim % tensor.dim()
@@ -158,27 +159,27 @@ class Ranks:
         return torch.cat(parts).movedim(0, dim)
 
     def counts(self, number: int) -> list[int]:
-        """The numbers of all ranks."""
+        """Return the numbers of all ranks."""
         if self.alone:
             return [number]
         with _exchange(self):
             return self._header(_GATHER, number, -1)
 
     def total(self, number: int) -> int:
-        """The sum of whole numbers."""
+        """Return the sum of whole numbers over the ranks."""
         return sum(self.counts(number))
 
     # ---------------------------------------------------------------- gradients
 
     def totalled(self, share: Tensor) -> Tensor:
-        """The sum over the ranks; its gradient on each of them is that of its own share."""
+        """Return the sum over the ranks; the gradient on each rank is that of its own share."""
         if self.alone:
             return share
         (total,) = self.sum(share)
         return total + (share - share.detach()) if share.requires_grad else total
 
     def shared(self, common: Tensor) -> Tensor:
-        """What all ranks have computed alike; its gradient is divided among them."""
+        """Return a value that all ranks have computed; its gradient is divided among them."""
         if self.alone or not common.requires_grad:
             return common
         return common.detach() + (common - common.detach()) / self.size
@@ -187,10 +188,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """An error within is raised by all ranks, at the latest at their next exchange.
+        """Raise an error of one rank on all ranks, at the latest at their next exchange.
 
-        It is that of the first rank that has failed, and says which that is. A rank that has ended,
-        or does not answer within the timeout of the group, is a `ConnectionError`.
+        The error is that of the first rank that failed, and names the rank. A rank that has ended,
+        or does not answer within the timeout of the group, leads to a `ConnectionError`.
         """
         try:
             yield
@@ -205,10 +206,10 @@ class Ranks:
 
     @contextmanager
     def all_or_none(self, restore: Callable[[], None]) -> Iterator[None]:
-        """As `together`, and what is changed within is restored unless all ranks have done it.
+        """Do the same as `together`, and restore the state unless all ranks have succeeded.
 
         Args:
-            restore: Takes the changes of this rank back. It is not called if there is no group.
+            restore: Undoes the changes of this rank. It is not called if there is no group.
         """
         done: list[bool] = []
         try:
@@ -223,7 +224,7 @@ class Ranks:
     def _header(
         self, kind: int, number: int, key: int, error: BaseException | None = None
     ) -> list[int]:
-        """What each rank is about to do: the numbers of all ranks, unless one of them fails."""
+        """Exchange what each rank is about to do; return the numbers of all ranks, or raise."""
         own = torch.tensor([kind, number, key], device=self._device)
         rows = self._all_gather(own).tolist()
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
@@ -246,7 +247,7 @@ class Ranks:
         return [row[1] for row in rows]
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
-        """``size x ...``, the tensors of all ranks, which have the same shape."""
+        """Return ``size x ...``: the tensors of all ranks, which have the same shape."""
         carried = self._carried(tensor.contiguous())
         self.bytes_sent += carried.numel() * carried.element_size()
         result = [torch.empty_like(carried) for _ in range(self.size)]
@@ -254,14 +255,14 @@ class Ranks:
         return torch.stack(result).to(tensor.device)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        """The tensor where the group can exchange it; gloo gathers nothing on GPUs."""
+        """Move a tensor to a device that the group can exchange; gloo cannot gather on GPUs."""
         kind = tensor.device.type
         direct = kind == "cpu" or self.backends.get(kind) != "gloo"
         return tensor if direct and kind in self.backends else tensor.to(self._device)
 
     @property
     def _device(self) -> torch.device:
-        """Where the group exchanges headers: on the host, if it can."""
+        """The device for headers: the host, if the group supports it."""
         if "cpu" in self.backends:
             return torch.device("cpu")
         kind = next(iter(self.backends))
@@ -279,7 +280,7 @@ def _marked(error: BaseException) -> BaseException:
 
 
 def _shared(text: str, rank: int) -> BaseException:
-    """The error that all ranks raise for that of one of them."""
+    """Return the error that all ranks raise, given that of one of them."""
     name, _, message = text.partition("\n")
     kind = {"NanError": NanError, "NotPSDError": NotPSDError}.get(name, getattr(builtins, name, 0))
     message = f"Rank {rank}: {message}" if message else f"Rank {rank}: {name}"
@@ -287,15 +288,15 @@ def _shared(text: str, rank: int) -> BaseException:
         kind, message = RuntimeError, f"{message} ({name})"
     try:
         return _marked(kind(message))
-    except TypeError:  # it wants to know more
+    except TypeError:  # its constructor needs more arguments
         return _marked(RuntimeError(f"{message} ({name})"))
 
 
 @contextmanager
 def _exchange(ranks: Ranks) -> Iterator[None]:
-    """An exchange is not interrupted halfway; an interrupt that came meanwhile is raised after it.
+    """Run an exchange without interruption; raise an interrupt that arrives meanwhile afterwards.
 
-    If another process has ended or does not answer, that is a `ConnectionError`.
+    If another process has ended or does not answer, raise a `ConnectionError`.
     """
     interrupts: list[Any] = []
     handler = None

@@ -1,4 +1,4 @@
-"""The best point of a box, by scores of many points at once."""
+"""A search for the best point of a box that scores many points at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from seqgp.acquisition.mixed_space import quasi_random_points
 
-#: Options that `search_box` knows. Others need an optimiser of BoTorch.
+#: Options that `search_box` supports. Others need one of BoTorch's optimisers.
 SEARCHABLE = frozenset({"fixed_features", "discrete_dims", "cat_dims"})
 
-#: Points of the first round, points that are moved in each other round, and how often each is.
+#: Number of points in the first round; of points to move in later rounds; and of moves of each.
 NUM_FIRST, NUM_BEST, NUM_MOVES = 256, 2, 64
 
-#: How many inputs a move changes on average.
+#: Average number of inputs that a move changes.
 NUM_MOVED = 3
 
 

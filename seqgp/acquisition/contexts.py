@@ -61,7 +61,7 @@ def in_context(X: Tensor, context: Context) -> Tensor:
 
 
 def matches_context(X: Tensor, context: Context) -> Tensor:
-    """Which points have the values of a context.
+    """Return which points have the values of a context.
 
     Args:
         X: ``... x d`` points.
@@ -74,7 +74,7 @@ def matches_context(X: Tensor, context: Context) -> Tensor:
 
 
 def options_in_context(options: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """Options of BoTorch's optimisers of acquisition functions, with the inputs of a context fixed.
+    """Return options for BoTorch's optimisers that fix the inputs of a context.
 
     Args:
         options: The options.

@@ -1,6 +1,6 @@
 """Fantasies: imagined outcomes at points that have not been observed.
 
-A model that is conditioned on them proposes other points next.
+Conditioning a model on fantasies makes it propose other points next.
 """
 
 from __future__ import annotations

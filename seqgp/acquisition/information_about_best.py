@@ -1,4 +1,4 @@
-r"""Which duel tells most about which item is the best?"""
+r"""The information that a duel contains about which item is the best."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class InformationAboutBest(AcquisitionFunction):
 
     @t_batch_mode_transform(expected_q=2)  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:
-        """The information of duels.
+        """Return the information of duels.
 
         Args:
             X: ``b x 2 x d`` pairs of items.
@@ -93,7 +93,7 @@ class InformationAboutBest(AcquisitionFunction):
         S, mean = f.covariance_matrix, f.mean[..., n:]
         likelihood = self.model.comparison_likelihood
         c = difference_coefficients(likelihood, X.new_empty(1, 2, 1)).squeeze(0)
-        # Of the difference h = c^T f(X): its covariance with the items in the basis of the samples.
+        # Covariance of the difference h = c^T f(X) with the items, in the basis of the samples.
         cross = solve_lower(self._root, (S[..., :n, n:] @ c).unsqueeze(-1)).squeeze(-1)
         variance = (S[..., n:, n:] @ c @ c - cross.square().sum(-1)).clamp_min(0)
         h = (mean @ c).unsqueeze(-1) + cross @ self._normal.mT  # ... x samples
@@ -108,6 +108,6 @@ class InformationAboutBest(AcquisitionFunction):
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """Of answers, the first dimension, in nats; with finite gradients where one is certain."""
+    """Return the entropy over answers (first dimension) in nats; gradients are always finite."""
     p = p.clamp_min(torch.finfo(p.dtype).eps)
     return -torch.xlogy(p, p).sum(0)

@@ -1,4 +1,4 @@
-r"""How an observation at a candidate would change the posterior at all locations.
+r"""Effects of an observation at a candidate on the posterior at all locations.
 
 The likelihood of an outcome :math:`y` at a candidate :math:`x` is approximated by a Gaussian of
 precision :math:`\beta`. (That Gaussian is called a *site*, see `seqgp.dual`; it is no location.)
@@ -153,7 +153,7 @@ def marginals(model: SequentialGP, X: Tensor, locations: Tensor) -> Marginals:
 
 
 def latent_moments(model: SequentialGP, X: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the latent function that is the output, ``...``.
+    """Return mean and variance ``...`` of the latent function that is the output.
 
     Args:
         model: A model of one output.
@@ -167,7 +167,7 @@ def latent_moments(model: SequentialGP, X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def output_of(likelihood: Likelihood) -> int | None:
-    """Which of several latents is the only output; ``None`` if there is but one latent.
+    """Return which of several latents is the only output; ``None`` if there is one latent.
 
     Args:
         likelihood: The likelihood of a model of one output.
@@ -236,7 +236,7 @@ def _look_ahead_of_latents(
     seed: int,
     arguments: dict[str, Any],
 ) -> LookAhead:
-    """Effects on one latent of outcomes that depend on several, which are conditioned jointly."""
+    """Return effects on one latent of outcomes that depend on several, conditioned jointly."""
     mean, variance, prior_mean = (t.unsqueeze(-3) for t in latents[:3])  # b x 1 x n x c
     Y, probability = outcomes(likelihood, mean, variance, num_fantasies, seed, arguments)
     shape = (*Y.shape, mean.shape[-1], 1)  # each outcome is a data set of one observation
@@ -260,7 +260,7 @@ def _look_ahead_of_latents(
 
 
 def _one_by_one(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Per-point arguments ``n`` for ``n`` data sets of one observation, ``n x 1``."""
+    """Return per-point arguments ``n`` as ``n x 1``, for ``n`` data sets of one observation."""
     return {
         key: value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
         for key, value in arguments.items()
@@ -268,7 +268,7 @@ def _one_by_one(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fall(conditioned: Conditioned) -> Tensor:
-    """``...``, by how much the variance falls, for data sets of one observation."""
+    """Return ``...``, the reduction of the variance, for data sets of one observation."""
     return (conditioned.sign * conditioned.root.square()).sum((-2, -1))
 
 
@@ -280,7 +280,7 @@ def outcomes(
     seed: int,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Outcomes ``b x f x n``, and their probabilities up to a factor.
+    r"""Return outcomes ``b x f x n``, and their probabilities up to a factor.
 
     If at most ``number`` outcomes are possible, these are all of them. Otherwise ``number`` of them
     are sampled. Real numbers are differentiable functions of the candidate. Discrete samples are
@@ -315,7 +315,7 @@ def outcomes(
 
 
 def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int | None:
-    """The largest possible count or category, or ``None`` if there is none."""
+    """Return the largest possible count or category, or ``None`` if there is none."""
     if isinstance(likelihood, BernoulliLikelihood | PsychometricLikelihood):
         return 1
     if isinstance(likelihood, OrdinalLikelihood):
@@ -330,7 +330,7 @@ def _largest_outcome(likelihood: Likelihood, arguments: dict[str, Any]) -> int |
 def condition_each(
     mean: Tensor, variance: Tensor, evaluate: Evaluate, tol: float
 ) -> tuple[Tensor, Tensor, bool]:
-    r"""Gains and falls of many single observations, with gradients if they are enabled.
+    r"""Return gains and falls of many single observations, with gradients if they are enabled.
 
     The same as `condition` for ``q = 1`` and log-concave likelihoods, but faster. It may fail to
     converge: from hundreds of trials at once at a point of which next to nothing is known, say.
@@ -379,7 +379,7 @@ def condition_each(
 def _newton_step(
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], r: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""A last step towards ``s = step(s)``, which gives the solution its gradient.
+    r"""Take a last step towards ``s = step(s)``, which gives the solution its gradient.
 
     With :math:`s = F(s, \phi)` and the Jacobian :math:`J = \partial F / \partial s`, this is
     :math:`s + (I - J)^{-1} (F(s, \phi) - s)`. Only :math:`F(s, \phi)` has a gradient, so that of
@@ -400,7 +400,7 @@ def _newton_step(
 
 
 def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:
-    """Noise variances of Gaussian observations at the candidates."""
+    """Return noise variances of Gaussian observations at the candidates."""
     noise = arguments.get("noise")
     if noise is not None and not isinstance(likelihood, GaussianLikelihood):
         noise = torch.as_tensor(noise)

@@ -1,4 +1,4 @@
-"""Which points of a pool to observe next."""
+"""Selection of the points of a pool to observe next."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def select_from_pool(
         (True, 2)
     """
     check_likelihood_arguments(model, arguments, select_from_pool)
-    # Points of other tasks than the output are candidates, but no locations.
+    # Points of tasks other than the output are candidates, but not locations.
     pool, mine = with_task(model, pool, "pool"), of_output(model, pool)
     checked_criteria(model, pool if mine is None else pool[mine], criterion, threshold, "pool")
     n = len(pool)

@@ -15,7 +15,7 @@ from seqgp.models.sequential_gp import SequentialGP
 
 
 def with_task(model: SequentialGP, X: Tensor, name: str = "X") -> Tensor:
-    """Inputs with a task column, if the model has tasks: that of the output if there was none.
+    """Add a task column with the output task to inputs, if the model has tasks and it is missing.
 
     Args:
         model: A model of one output.
@@ -38,7 +38,7 @@ def of_output(model: SequentialGP, X: Tensor) -> Tensor | None:
 
 
 def arguments_of_tasks(model: SequentialGP, X: Tensor, locations: Tensor | None) -> dict[str, Any]:
-    """What the likelihood needs to know of the tasks of candidates.
+    """Return the arguments of the likelihood for the tasks of candidates.
 
     Args:
         model: A model of one output.

@@ -51,7 +51,7 @@ from seqgp.likelihoods.quadrature import gauss_hermite
 #: The measures by name.
 CRITERIA = ("threshold-entropy", "misclassification", "volume", "variance", "entropy")
 
-#: Those about the question whether the quantity of interest exceeds a threshold.
+#: The measures for the question whether the quantity of interest exceeds a threshold.
 THRESHOLD_CRITERIA = CRITERIA[:3]
 
 #: Quadrature nodes for the moments of the quantity of interest.
@@ -140,7 +140,7 @@ def stretched_link(base: str, low: float, high: float) -> Link:
 
 @singledispatch
 def link_of(likelihood: Likelihood) -> Link:
-    """The link of a likelihood, from the latent function to the expected observation.
+    """Return the link of a likelihood, from the latent function to the expected observation.
 
     Register your own likelihood with ``@link_of.register(MyLikelihood)``.
 
@@ -197,7 +197,7 @@ def _location(likelihood: Likelihood) -> Link:
 
 @link_of.register(OrdinalLikelihood)
 def _ordinal(likelihood: OrdinalLikelihood) -> Link:
-    """The expected category, the sum over ``k`` of ``P(y >= k)``."""
+    """Return the expected category, the sum over ``k`` of ``P(y >= k)``."""
     cutpoints, scale = likelihood.cutpoints.detach(), likelihood.scale.detach()
     cdf = LINKS[likelihood.link].forward
 
@@ -216,7 +216,7 @@ def _ordinal(likelihood: OrdinalLikelihood) -> Link:
 def inverse_by_bisection(
     function: Callable[[Tensor], Tensor], values: Tensor, low: float, high: float
 ) -> Tensor:
-    """Where an increasing function takes values, infinite or NaN if it does not.
+    """Return where an increasing function takes given values; infinite or NaN if it does not.
 
     Args:
         function: The function.
@@ -234,7 +234,7 @@ def inverse_by_bisection(
 
 
 def nugget_of(likelihood: Likelihood) -> Tensor | float:
-    """The variance of the log odds of a location around the latent function, zero for most."""
+    """Return the variance of the log odds at a location, given the latent function; often zero."""
     return likelihood.nugget if isinstance(likelihood, OverdispersedBinomialLikelihood) else 0.0
 
 
@@ -294,7 +294,7 @@ class Uncertainty:
     def expected_gain(
         self, now: Tensor, after: Tensor, probability: Tensor | None, dim: int
     ) -> Tensor:
-        r"""What an observation is expected to bring: less uncertainty, or a change of the volume.
+        r"""Return the expected effect of an observation: a reduction, or a change of the volume.
 
         The change of a volume is :math:`E_y |V_y - E_y V_y|`. By the law of total expectation,
         :math:`E_y V_y` is the volume now. With Gaussians for the posteriors this only holds

@@ -178,7 +178,7 @@ def _expected_gains(
     ahead: LookAhead,
     weights: Tensor,
 ) -> Tensor:
-    """What observations at ``k`` candidates are expected to bring, ``criteria x k``.
+    """Return the expected reductions ``criteria x k`` by observations at ``k`` candidates.
 
     It is computed for one member of the batch at a time, in blocks ``k x fantasies x s``.
     """
@@ -207,7 +207,7 @@ def _expected_gains(
 def _gain_at_candidates(
     uncertainty: Uncertainty, at: Marginals, ahead: LookAhead, nugget: Tensor | float
 ) -> Tensor:
-    """What an observation is expected to bring at its own location, ``n``.
+    """Return ``n``: the expected reduction by an observation at its own location.
 
     The covariance of a candidate with itself is its variance, with the nugget.
     """
@@ -299,7 +299,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
     @concatenate_pending_points
     @t_batch_mode_transform()  # type: ignore[arg-type]
     def forward(self, X: Tensor) -> Tensor:
-        """The value at ``b x q x d`` candidates, of shape ``b``."""
+        """Return the value at ``b x q x d`` candidates, of shape ``b``."""
         look = self._one if X.shape[-2] == 1 else self._several
         total = X.new_zeros(X.shape[:-2])
         for now, gain in look(X):
@@ -307,7 +307,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
         return total
 
     def _one(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each uncertainty now, and what observing at ``b x 1 x d`` points brings."""
+        """Yield each present uncertainty, and its expected reduction by ``b x 1 x d`` points."""
         nugget = nugget_of(self.model.likelihood)
         flat = with_task(self.model, X.reshape(-1, X.shape[-1]))
         at = marginals(self.model, flat, flat[:0] if self.locations is None else self.locations)
@@ -330,10 +330,10 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
             yield now.mean(), gain.reshape(-1, len(flat)).mean(0).reshape(X.shape[:-2])
 
     def _several(self, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each uncertainty now, and what observing at ``b x q x d`` points brings."""
+        """Yield each present uncertainty, and its expected reduction by ``b x q x d`` points."""
         nugget = nugget_of(self.model.likelihood)
         X = with_task(self.model, X)
-        arguments_of_tasks(self.model, X, self.locations)  # which checks them
+        arguments_of_tasks(self.model, X, self.locations)  # checks the tasks
         fantasies = self.model.fantasize(X, self.sampler, **self.arguments)
         if self.locations is None:
             here, later, weights = X, X, X.new_full(X.shape[-2:-1], 1 / X.shape[-2])
@@ -359,7 +359,7 @@ class qExpectedUncertaintyReduction(AcquisitionFunction):
 def check_likelihood_arguments(
     model: SequentialGP, arguments: dict[str, Any], function: Any
 ) -> None:
-    """Raise for arguments that neither the likelihood nor the caller has.
+    """Raise for arguments that neither the likelihood nor the caller accepts.
 
     Args:
         model: The model.

@@ -75,7 +75,7 @@ class LogChances(NamedTuple):
 
 
 def best_valid(Y: Tensor, valid: Tensor, maximize: bool = True) -> Tensor | None:
-    """The best valid observation.
+    """Return the best valid observation.
 
     Args:
         Y: ``n x 1`` or ``n`` observations. Those of failed evaluations are ignored and may be NaN.
@@ -196,7 +196,7 @@ class Condition(NamedTuple):
 
 
 def likelihood_of(model: Model | torch.nn.Module) -> Likelihood | None:
-    """The likelihood of what a model's posterior is about, ``None`` if it is not known.
+    """Return the likelihood of the outputs of a model's posterior, ``None`` if it is unknown.
 
     For a `SequentialMultiTaskGP` with one output task, it is the likelihood of that task.
 
@@ -207,7 +207,7 @@ def likelihood_of(model: Model | torch.nn.Module) -> Likelihood | None:
 
 
 def condition_of(model: Model | torch.nn.Module, threshold: float) -> Condition:
-    """The condition on the latent function of a validity model."""
+    """Return the condition on the latent function of a validity model."""
     likelihood = likelihood_of(model)
     if likelihood is None or isinstance(likelihood, _GaussianLikelihoodBase):
         return Condition(threshold, 0.0)
@@ -229,7 +229,7 @@ def condition_of(model: Model | torch.nn.Module, threshold: float) -> Condition:
 def takes_for_valid(
     model: Model | torch.nn.Module, observed: Tensor, threshold: float = THRESHOLD
 ) -> Tensor:
-    """Which observations of a validity model count as valid.
+    """Return which observations of a validity model count as valid.
 
     Args:
         model: The validity model.

@@ -1,9 +1,9 @@
-"""What a checkpoint contains, and how a model is restored from it.
+"""Contents of a checkpoint, and how a model is restored from them.
 
-A checkpoint holds everything that a stream needs to continue, as tensors, numbers and strings; how
-these are written and read is the subject of `seqgp.checkpoint.storage`. What the model consists of
-is described by `seqgp.checkpoint.registry`; a model with parts that are not known there is loaded
-with ``like=``, a model that the user has built in the same way.
+A checkpoint contains everything that a stream needs to continue, as tensors, numbers and strings.
+`seqgp.checkpoint.storage` writes and reads these. `seqgp.checkpoint.registry` describes the parts
+of a model. A model with other parts is loaded with ``like=``, a model that the user has built in
+the same way.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from seqgp.variational.strategy import DualVariationalStrategy, Observed
 
 __all__ = ["load", "load_extra", "save"]
 
-# Records, so that `seqgp.plots.history` can draw what was before, too.
+# Records, too, so that `seqgp.plots.history` can draw the updates before the checkpoint.
 for _part in (Observations, StreamState, UpdateRecord):
     register(_part)
 
 _VERSION = 2
 _LOG = logging.getLogger(__name__)
 
-#: Models that can be built from a file.
+#: Models that can be rebuilt from a file.
 _KNOWN = (SequentialGP, PreferenceGP, SequentialMultiTaskGP)
 _KNOWN_BY_NAME = {name_of(kind): kind for kind in _KNOWN}
-#: The modules of a `SequentialGP` that are described, and then given to its constructor or set.
+#: The modules of a `SequentialGP` that are described; they are passed to its constructor or set.
 _GIVEN = ("likelihood", "covar_module", "mean_module")
 _SET = ("input_transform", "outcome_transform")
 #: The fields of a checkpoint, and their types.
@@ -71,12 +71,12 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "random": dict,
     "extra": dict,
 }
-#: How many elements the tensors may have that are made while a model is built: so many, and so many
-#: for each element in the file. Models of our own take less than one.
+#: Maximum number of elements of tensors created while a model is built: a constant, plus a multiple
+#: of the number of elements in the file. Our own models need less than one per saved element.
 _FREE_ELEMENTS, _ELEMENTS_PER_SAVED_ONE = 10**7, 16
 #: Attributes that every module has.
 _RESERVED = set(vars(gpytorch.Module()))
-#: Attributes that are not saved, since they are made anew or saved otherwise.
+#: Attributes that are not saved, because they are recomputed or saved in another way.
 _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
@@ -200,9 +200,9 @@ def load(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a torch.dtype such as torch.float32, got {dtype!r}.")
     if device is not None:
-        torch.empty(0, device=device)  # which raises if there is no such device
+        torch.empty(0, device=device)  # raises if there is no such device
     content = _read(path)
-    with torch.device("cpu"):  # where the file is read to
+    with torch.device("cpu"):  # the file is read into host memory
         model: Any = None if like is None else _copy_of(like, content)
         with _building_from(path, content):
             model = _build(content) if model is None else model
@@ -247,11 +247,11 @@ def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     return extra
 
 
-# -------------------------------------------------------------------------------- what is saved
+# -------------------------------------------------------------------------------- save
 
 
 def _content(model: torch.nn.Module) -> dict[str, Any]:
-    """All about a model, as plain data; none of an update that another thread is about to end."""
+    """Return a model as plain data, in its state before or after any concurrent update."""
     if isinstance(model, SequentialGP):
         with model.guard.reading:
             return _content_of(model)
@@ -287,7 +287,7 @@ def _content_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _classes(model: torch.nn.Module) -> dict[str, str]:
-    """The classes of all modules by name; those that are shared, under each of their names."""
+    """Return the classes of all modules by name; shared ones appear under each of their names."""
     return {
         name: name_of(type(module)) for name, module in model.named_modules(remove_duplicate=False)
     }
@@ -296,7 +296,7 @@ def _classes(model: torch.nn.Module) -> dict[str, str]:
 def _tensors(
     model: torch.nn.Module, kind: str
 ) -> Iterator[tuple[str, torch.nn.Module, str, Tensor]]:
-    """Tensors of all modules that are buffers, or attributes and nothing else."""
+    """Return tensors of all modules that are buffers or plain attributes."""
     for name, module in model.named_modules():
         held = module._buffers if kind == "buffers" else vars(module)
         for key, value in list(held.items()):
@@ -306,14 +306,14 @@ def _tensors(
 
 
 def _settle(model: torch.nn.Module) -> None:
-    """Let all strategies know the basis of their duals, also those from a training loop."""
+    """Determine the basis of the duals of all strategies, including those from a training loop."""
     for module in model.modules():
         if isinstance(module, DualVariationalStrategy):
             module.settle()
 
 
 def _with_attributes(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules whose plain attributes are saved: strategies, and the model if it is ours."""
+    """Return the modules whose plain attributes are saved: strategies, and our own models."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -322,7 +322,7 @@ def _with_attributes(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _describe_parts(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules that a `SequentialGP` consists of; raises if they could not be rebuilt."""
+    """Describe the modules of a `SequentialGP`; raise if they could not be rebuilt."""
     if type(model) not in _KNOWN:
         raise CannotDescribe(f"the model is a {type(model).__name__}")
     known = {"variational_strategy", *_GIVEN, *_SET}
@@ -345,7 +345,7 @@ def _describe_parts(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _describe_attributes(model: Any) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Plain attributes by module and name, and the names of those that cannot be described."""
+    """Return plain attributes by module and name, and the names of those without a description."""
     described: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
     for name, module in _with_attributes(model).items():
@@ -362,7 +362,7 @@ def _describe_attributes(model: Any) -> tuple[dict[str, Any], dict[str, list[str
 
 
 def _describe_observed(model: Any) -> dict[str, Any] | None:
-    """What a conditioned model has observed."""
+    """Describe the observations of a conditioned model."""
     observed = model.variational_strategy.observed
     if observed is None:
         return None
@@ -376,11 +376,11 @@ def _describe_observed(model: Any) -> dict[str, Any] | None:
     return {key: describe(value, key) for key, value in fields.items()}
 
 
-# -------------------------------------------------------------------------------- what is loaded
+# -------------------------------------------------------------------------------- load
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file, with all that belongs to it."""
+    """Read the content of a file, and check its fields."""
     content = storage.read(path, _VERSION)
     with _building_from(path, content):
         for field, types in _FIELDS.items():
@@ -390,7 +390,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _num_elements(content: Any) -> int:
-    """How many elements the tensors in a structure have."""
+    """Return the number of elements of all tensors in a structure."""
     if isinstance(content, Tensor):
         return content.numel()
     values = content.values() if isinstance(content, dict) else content
@@ -399,14 +399,14 @@ def _num_elements(content: Any) -> int:
 
 @contextmanager
 def _building_from(path: str | os.PathLike[str], content: Any) -> Iterator[None]:
-    """Where the content of a file is used: it may be wrong in any way, or ask for too much."""
+    """Guard the use of a file's content, which may be invalid or need too much memory."""
     limit = _FREE_ELEMENTS + _ELEMENTS_PER_SAVED_ONE * _num_elements(content)
     try:
         with AllocationLimit(limit):
             yield
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error.__cause__
-    except torch.cuda.OutOfMemoryError:  # which is not the fault of the file
+    except torch.cuda.OutOfMemoryError:  # not the fault of the file
         raise
     except Exception as error:
         raise CheckpointError(
@@ -417,7 +417,7 @@ def _building_from(path: str | os.PathLike[str], content: Any) -> Iterator[None]
 
 
 def _build(content: dict[str, Any]) -> SequentialGP:
-    """A `SequentialGP` of the saved parts, without data."""
+    """Build a `SequentialGP` from the saved parts, without data."""
     if content["parts"] is None:
         raise CheckpointError(
             f"The checkpoint does not say how to build its model: {content['reason']}. Pass like=, "
@@ -445,13 +445,13 @@ def _build(content: dict[str, Any]) -> SequentialGP:
         _require(rows.shape[-1] == num_data, name)
     _require(attributes["stream"].represents.shape == (num_data,), "represents")
     outputs = targets.shape[-2] if attributes["has_output_dim"] else 1
-    # A subclass has the state of its base, and a constructor that takes other data.
+    # A subclass has the state of its base, but its constructor takes other data.
     model: SequentialGP = SequentialGP.__new__(_KNOWN_BY_NAME[content["class"]])
     SequentialGP.__init__(
         model,
         X[..., :0, :] if held.coefficients is None else X[..., :0, :, :],
         X.new_empty(*batch_shape, 0, outputs),
-        # One is enough, since all are restored; of many, a posterior would be computed in vain.
+        # One point is enough, since all are restored later; more would only cost time.
         inducing_points=Z.reshape(-1, *Z.shape[-2:])[0, :1].to(X),
         learn_inducing_points=learns_Z,
         likelihood_arguments={key: value[..., :0] for key, value in held.arguments.items()},
@@ -465,7 +465,7 @@ def _build(content: dict[str, Any]) -> SequentialGP:
     for name, buffer in model.named_buffers():
         saved = content["buffers"].get(name)
         if isinstance(saved, Tensor) and name.startswith("variational_strategy."):
-            # The one point stands for all of them. Batch dimensions may be missing, or added.
+            # The one point stands for all. Batch dimensions may be missing, or added.
             sizes = zip(reversed(saved.shape), reversed(buffer.shape), strict=False)
             _require(all(size in (1, own, Z.shape[-2]) for size, own in sizes), name)
         elif isinstance(saved, Tensor):
@@ -474,7 +474,7 @@ def _build(content: dict[str, Any]) -> SequentialGP:
 
 
 def _copy_of(like: Any, content: dict[str, Any]) -> Any:
-    """A copy of a model with the modules of the saved one."""
+    """Return a copy of a model, checked to have the modules of the saved one."""
     if not isinstance(getattr(like, "variational_strategy", None), DualVariationalStrategy):
         raise TypeError(
             f"like: expected a model as the one that was saved, a {content['class']}, got a "
@@ -494,7 +494,7 @@ def _copy_of(like: Any, content: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _restore(model: Any, content: dict[str, Any]) -> None:
-    """Give a model of the right modules everything else."""
+    """Restore everything except the modules of a model."""
     _settle(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters, saved = dict(model.named_parameters()), content["parameters"]
@@ -542,21 +542,21 @@ def _restore(model: Any, content: dict[str, Any]) -> None:
 
 
 def _fits(value: Tensor, parameter: Tensor, inducing_points: bool) -> bool:
-    """Whether a value has the shape of a parameter; inducing points are of any number."""
+    """Whether a value has the shape of a parameter; any number of inducing points is valid."""
     if inducing_points:
         return value.dim() >= 2 and value.shape[-1] == parameter.shape[-1]
     return value.shape == parameter.shape
 
 
 def _is_alike(value: Any, own: Any) -> bool:
-    """Whether an attribute is of the kind of that of the model, as far as that has one."""
+    """Whether an attribute has the same type as that of the model, as far as the model has one."""
     if value is None or own is None or (isinstance(value, _NUMBER) and isinstance(own, _NUMBER)):
         return True
     return type(value) is type(own)
 
 
 def _require(condition: bool, name: str) -> None:
-    """Raise if something in a checkpoint is not valid."""
+    """Raise if a field of a checkpoint is not valid."""
     if not condition:
         raise CheckpointError(f"{name or 'the model'} is not valid.")
 
@@ -575,13 +575,13 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
-    """Set all generators, or none of them if there is anything wrong."""
+    """Set all generators, or none of them if the state is invalid."""
     numpy_state, python_state = rebuild(state["numpy"]), rebuild(state["python"])
     kind, keys, position, *_ = numpy_state
-    # NumPy reads beyond its memory if the position is wrong.
+    # NumPy would read out of bounds if the position were wrong.
     if kind != "MT19937" or len(keys) != 624 or not 0 <= position <= 624:
         raise CheckpointError("The state of NumPy's random number generator is not valid.")
-    torch.Generator().set_state(state["torch"])  # on generators that nobody uses, first
+    torch.Generator().set_state(state["torch"])  # check on an unused generator first
     np.random.RandomState().set_state(numpy_state)
     random.Random().setstate(python_state)
     torch.set_rng_state(state["torch"])

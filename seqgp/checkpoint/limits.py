@@ -1,7 +1,7 @@
 """A limit on the memory that is allocated while a model is built from a file.
 
-Files are small, but what they say can be large: a kernel of 10^12 dimensions is a few bytes. No
-constructor checks that, so the tensors that constructors make are counted, before they are made.
+A small file can describe large tensors: a kernel of 10^12 dimensions is a few bytes. No constructor
+checks that, so the elements of new tensors are counted before they are allocated.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch.overrides import TorchFunctionMode
 
 from seqgp.checkpoint.storage import CheckpointError
 
-#: Makers of tensors whose arguments are sizes, one by one or as a list.
+#: Functions that create tensors and whose arguments are sizes, one by one or as a list.
 _SIZED = {
     *("empty", "eye", "ones", "rand", "randn", "randperm", "tril_indices", "triu_indices", "zeros"),
     *("broadcast_to", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "tile"),
 }
-#: Makers of tensors with a list of sizes, among other arguments.
+#: Functions that create tensors from a list of sizes, among other arguments.
 _SHAPED = {"empty_strided", "full", "new_empty_strided", "new_full", "normal", "randint"}
 
 
 class AllocationLimit(TorchFunctionMode):
-    """Raise a `CheckpointError` inside of it before tensors of too many elements are made.
+    """A context that raises a `CheckpointError` before tensors with too many elements are created.
 
-    Counted are the elements of all tensors that are made from a shape, temporary ones included.
+    All tensors that are created from a shape count, including temporary ones.
 
     Args:
-        elements: How many there may be in total.
+        elements: The maximum number of elements in total.
 
     Example:
         >>> import torch
@@ -54,11 +54,11 @@ class AllocationLimit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Count, then call.
+        """Count elements, then call the function.
 
         Args:
             func: A function of torch.
-            types: Of its tensors.
+            types: The types of its tensors.
             args: Its arguments.
             kwargs: Its keyword arguments.
         """
@@ -70,7 +70,7 @@ class AllocationLimit(TorchFunctionMode):
 
 
 def _num_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """At most how many elements the tensor has that a function makes; 0 if it makes none."""
+    """Return an upper limit for the number of elements that a function creates; 0 for none."""
     values = (*args, *kwargs.values())
     if name == "arange":
         start, end, step = _range_of(*(value for value in values if type(value) in (int, float)))
@@ -87,12 +87,12 @@ def _num_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _range_of(first: float, second: float | None = None, step: float = 1) -> tuple[float, ...]:
-    """Start, end and step of what is given to ``arange``."""
+    """Return start, end and step of the arguments of ``arange``."""
     return (0, first, step) if second is None else (first, second, step)
 
 
 def _sizes(values: Iterable[Any]) -> Iterator[int]:
-    """All whole numbers in arguments, and in lists of them."""
+    """Yield all whole numbers in arguments, and in lists of them."""
     for value in values:
         if type(value) is int:
             yield value

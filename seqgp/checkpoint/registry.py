@@ -1,9 +1,9 @@
-"""The parts of a model as plain data: described, and rebuilt, without pickle.
+"""Descriptions of the parts of a model as plain data, and how to rebuild them without pickle.
 
-A checkpoint has to say what a model consists of: kernels, means, likelihoods, transforms, priors
-and constraints. Each is written down as the name of its class and the arguments that its
-constructor would need to make it again. Only classes that are registered here are ever built from
-a file, only with plain values, and nothing in a file is executed.
+A checkpoint describes the parts of a model: kernels, means, likelihoods, transforms, priors and
+constraints. Each is described by the name of its class and the arguments of its constructor. Only
+classes that are registered here are ever built from a file, only with plain values, and nothing in
+a file is executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from seqgp.checkpoint.storage import DTYPES, CheckpointError, is_plain
 from seqgp.models.tasks import LoadingKernel, TaskKernel, TaskMean, TaskStandardize
 from seqgp.streaming.memory import MemoryOptions
 
-#: Where a constructor's argument is found: in an attribute (``"a.b"``), by a function, or nowhere.
+#: Source of a constructor's argument: an attribute (``"a.b"``), a function, or ``None``.
 Where = str | Callable[[Any], Any] | None
 
 _TAG = "__"
@@ -47,7 +47,7 @@ _FUNCTIONS = {
 
 
 class CannotDescribe(TypeError):
-    """Something cannot be described as plain data."""
+    """An object that cannot be described as plain data."""
 
 
 class _Part(NamedTuple):
@@ -70,10 +70,10 @@ def register(
 ) -> type:
     """Let checkpoints describe and rebuild objects of a class of your own.
 
-    An argument of the constructor is looked for in the attribute of the same name, with or without
-    an underscore before it; a constraint in ``raw_...``, as GPyTorch names them. What is not found
-    is left at its default. `save` checks that the rebuilt object is the same. It can be used as a
-    decorator.
+    The value of a constructor argument is taken from the attribute of the same name, with or
+    without a leading underscore, and that of a constraint from ``raw_...``, as GPyTorch names them.
+    Arguments that are not found keep their defaults. `save` checks that the rebuilt object is the
+    same. The function can be used as a decorator.
 
     Args:
         cls: The class. Its tensors (parameters, buffers) need not be arguments.
@@ -99,10 +99,10 @@ def register(
 
 
 def name_of(cls: type) -> str:
-    """The name by which a class is known in files."""
+    """Return the name of a class in files."""
     root = cls.__module__.partition(".")[0]
     if root in ("gpytorch", "botorch", "seqgp", "torch"):
-        return f"{root}.{cls.__qualname__}"  # wherever in the package it is defined
+        return f"{root}.{cls.__qualname__}"  # independent of the module that defines it
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -163,7 +163,7 @@ def _describe_part(value: Any, name: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type) -> dict[str, Any]:
-    """The arguments of a constructor, including those that it passes to its bases, and defaults."""
+    """Return the arguments of a constructor and their defaults, including those of its bases."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base in (torch.nn.Module, object):
@@ -177,7 +177,7 @@ def _arguments(cls: type) -> dict[str, Any]:
 
 
 def _find(value: Any, argument: str, part: _Part) -> tuple[bool, Any]:
-    """Whether an object knows an argument of its constructor, and the argument."""
+    """Return whether the argument of a constructor is found in an object, and its value."""
     where = part.where.get(argument, "")
     if where is None:
         return False, None
@@ -238,7 +238,7 @@ def rebuild(data: Any) -> Any:
 
 
 def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = None) -> str | None:
-    """Find where two objects differ, if they do.
+    """Return the name of the first difference between two objects, if there is one.
 
     Tensors of modules are compared by shape only, since their values are saved separately.
 
@@ -321,12 +321,12 @@ def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]
 
 
 def _shape_of(attribute: str, dims: int = 1) -> Callable[[Any], torch.Size]:
-    """The batch shape of a module, from a parameter that has one."""
+    """Return a function that gets the batch shape of a module from one of its parameters."""
     return lambda module: getattr(module, attribute).shape[:-dims]
 
 
 def _initial_value(constraint: gc.Interval) -> Tensor | None:
-    """The initial value that a constraint was given; it stores the raw one."""
+    """Return the initial value passed to a constraint, which stores the raw one."""
     value = constraint.initial_value
     return None if value is None else constraint.transform(value)
 
@@ -408,7 +408,7 @@ register(
     sl.OrdinalLikelihood,
     {
         "scale_constraint": lambda m: m.raw_scale_constraint if m.learn_scale else None,
-        "cutpoints": None,  # they are parameters
+        "cutpoints": None,  # saved as parameters
     },
 )
 register(
@@ -416,7 +416,7 @@ register(
     {"scale": None, "level": None, "noise": None, "batch_shape": _shape_of("raw_noise")},
 )
 register(sl.ChoiceLikelihood)
-register(sl.TieLikelihood, {"width": None})  # it is a parameter
+register(sl.TieLikelihood, {"width": None})  # saved as a parameter
 
 
 def _task_values(module: Any) -> list[int]:

@@ -1,18 +1,18 @@
 r"""Files that hold a nested structure of tensors, numbers and strings.
 
-A file is read completely or refused with a `CheckpointError`. It is not a pickle, and nothing in
+A file is read completely or rejected with a `CheckpointError`. It is not a pickle, and nothing in
 it is executed. It consists of three parts::
 
     preamble  64 bytes: a magic string, the length of the header and its SHA-256
     header    JSON: versions, the structure, and for each tensor its dtype, shape and SHA-256
     data      the bytes of the tensors, one after another
 
-The digest of the header covers the digests of the tensors, and sizes have to add up to that of the
-file. So every flipped bit, missing byte and spliced piece is found. All sizes are checked before
-anything is allocated: reading takes as much memory as the file has bytes, plus what JSON takes.
+The digest of the header covers the digests of the tensors, and the sizes have to add up to the size
+of the file. So any flipped bit, missing byte or spliced part is detected. All sizes are checked
+before anything is allocated: reading takes as much memory as the file has bytes, plus the JSON.
 
-A file is written under a temporary name, flushed to the disk and then renamed, so that there is a
-complete file under the name at all times.
+A file is written under a temporary name, flushed to disk and then renamed, so that there is a
+complete file under its name at all times.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from seqgp._version import __version__
 
 try:
     import fcntl
-except ImportError:  # there is none on Windows
+except ImportError:  # Windows does not have it
     fcntl = None  # type: ignore[assignment]
 
-_MAGIC = b"seqgp checkpoint file\r\n\x1a"  # as PNG's: transfers as text would change it
+_MAGIC = b"seqgp checkpoint file\r\n\x1a"  # as in PNG: transfer as text would corrupt it
 _PREAMBLE = struct.Struct("<24sQ32s")
 _TENSOR = "$tensor"
-#: Bytes of a header. They may take thirty times as much memory as objects of Python.
+#: Maximum number of bytes of a header. As Python objects they may take thirty times as much memory.
 _MAX_HEADER = 2**26
-#: Levels of lists and dictionaries. Deeper ones would exhaust Python's stack.
+#: Maximum depth of lists and dictionaries. Deeper ones would exhaust Python's stack.
 _MAX_DEPTH = 128
-#: Dimensions of a tensor; more are not supported by most of torch.
+#: Maximum number of dimensions of a tensor; most of torch does not support more.
 _MAX_DIMS = 64
-#: Numbers of elements, and strides, that torch can count.
+#: Limit of the numbers of elements, and of strides, that torch can represent.
 _MAX_COUNT = 2**62
-#: Seconds after which a temporary file is abandoned even if its process cannot be looked for.
+#: Seconds after which a temporary file counts as abandoned even if its process cannot be checked.
 _ABANDONED_AFTER = 24 * 60 * 60
 
 #: The dtypes of tensors in files.
@@ -109,19 +109,19 @@ class CheckpointError(ValueError):
 def write(content: Any, path: str | os.PathLike[str], version: int) -> None:
     """Write a structure to a file, which is replaced as a whole or not at all.
 
-    An existing file keeps its mode; a new one has the mode that the umask gives. Symbolic links are
+    An existing file keeps its mode, and a new one gets the mode of the umask. Symbolic links are
     followed.
 
     Args:
         content: None, booleans, numbers, strings and tensors, and lists and dictionaries of these.
             The keys of dictionaries are strings.
         path: The file. Its directory has to exist.
-        version: The version of what is in it, for `read`.
+        version: The version of the content, for `read`.
 
     Raises:
-        TypeError: If there is something else in the structure.
-        ValueError: If it is nested too deeply, or the path is something else than a file.
-        OSError: If the file cannot be written. The old one, if there is one, is intact.
+        TypeError: If the structure contains anything else.
+        ValueError: If it is nested too deeply, or the path exists and is not a regular file.
+        OSError: If the file cannot be written. An old file is then intact.
     """
     tensors: list[Tensor] = []
     encoded = _encode(content, tensors)
@@ -154,7 +154,7 @@ def _to_json(header: dict[str, Any]) -> bytes:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is one and nothing more, at least once it is on the host.
+    """Whether a tensor belongs to no other subclass, at least once it is on the host.
 
     Args:
         tensor: The tensor.
@@ -163,7 +163,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
-    """A structure for JSON; tensors are appended to a list and referred to by their index."""
+    """Encode a structure for JSON; tensors are appended to a list, and replaced by their index."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"Lists and dictionaries are nested more than {_MAX_DEPTH} levels deep.")
     if value is None or type(value) in (bool, int, float, str):
@@ -174,7 +174,7 @@ def _encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     if type(value) is list:
         return [_encode(item, tensors, depth + 1) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
-        # Keys with a dollar get another one, so that none is taken for a tensor's.
+        # Keys that begin with a dollar get another one, so as not to be confused with tensors.
         return {
             f"${key}" if key.startswith("$") else key: _encode(item, tensors, depth + 1)
             for key, item in value.items()
@@ -186,14 +186,14 @@ def _encode(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
 
 
 def _record_of(tensor: Tensor) -> tuple[dict[str, Any], memoryview]:
-    """What the header says about a tensor, and its bytes."""
+    """Return the header's record of a tensor, and its bytes."""
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(
             f"A tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be written."
         )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not _is_dense(tensor.shape, tensor.stride()):
-        tensor = tensor.clone()  # which is dense
+        tensor = tensor.clone()  # the clone is dense
     data = _bytes_of(tensor)
     # BLAS rounds differently for transposed matrices: strides are part of a tensor.
     strides = None if tensor.numel() == 0 else list(tensor.stride())
@@ -207,7 +207,7 @@ def _record_of(tensor: Tensor) -> tuple[dict[str, Any], memoryview]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor on the CPU, in the order of its addresses."""
+    """Return the memory of a dense tensor on the CPU, in the order of addresses."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
@@ -218,13 +218,13 @@ def _contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill their memory without gaps and without sharing it."""
+    """Whether elements fill their memory without gaps or overlaps."""
     if 0 in shape:
         return True
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
-            continue  # the stride is never used
+            continue  # the stride has no effect
         if stride != expected:
             return False
         expected *= size
@@ -248,7 +248,7 @@ def _replace(path: Path, chunks: Sequence[bytes | memoryview]) -> None:
                 os.fsync(file.fileno())
             os.replace(beside, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one that matters
+            with contextlib.suppress(OSError):  # only the first error matters
                 beside.unlink(missing_ok=True)
             raise
     except OSError as error:
@@ -261,7 +261,7 @@ def _replace(path: Path, chunks: Sequence[bytes | memoryview]) -> None:
 
 
 def _stat_of_target(path: Path) -> os.stat_result | None:
-    """About the file to be replaced, or ``None``; raises if there is anything but a file."""
+    """Return the status of the file to be replaced, or ``None``; raise if it is not a file."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path: the directory {path.parent} does not exist; create it.")
     try:
@@ -270,15 +270,15 @@ def _stat_of_target(path: Path) -> os.stat_result | None:
         return None
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(f"path: {path} is a directory; expected the name of a file.")
-    if not stat.S_ISREG(found.st_mode):  # /dev/null would be replaced, too
+    if not stat.S_ISREG(found.st_mode):  # otherwise /dev/null would be replaced, too
         raise ValueError(f"path: {path} is a device, pipe or socket; expected a regular file.")
     return found
 
 
 @contextlib.contextmanager
 def _create(path: Path, old: os.stat_result | None) -> Iterator[BinaryIO]:
-    """A new file, locked while it is open, with the owner and the mode of an old one."""
-    # What replaces a private file is private from the beginning.
+    """Create a file, locked while it is open, with the owner and the mode of an old one."""
+    # A file that replaces a private one is private from the start.
     mode = 0o666 if old is None else 0o600
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         if fcntl is not None:
@@ -293,12 +293,12 @@ def _create(path: Path, old: os.stat_result | None) -> Iterator[BinaryIO]:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Flush a new name, where directories can be opened and flushed."""
+    """Flush a new name to disk, where directories can be opened and flushed."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a directory that can be written but not read
+    except PermissionError:  # the directory is writable but not readable
         return
     try:
         os.fsync(descriptor)
@@ -310,9 +310,9 @@ def _flush_directory(directory: Path) -> None:
 
 
 def _prefix(path: Path) -> str:
-    """How temporary names for a path begin on this host.
+    """Return the prefix of temporary names for a path on this host.
 
-    They are short whatever the length of the path's own name, and tell paths and hosts apart.
+    It is short for any length of the path's own name, and differs between paths and hosts.
     """
     target, host = (
         hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
@@ -322,10 +322,10 @@ def _prefix(path: Path) -> str:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove temporary files of saves to the same path that were killed.
+    """Remove temporary files of killed saves to the same path.
 
-    A file is abandoned if its process, on this host, has ended, or if it is a day old; and if
-    nobody holds its lock.
+    A file is abandoned if its process, on this host, has ended, or if it is a day old; and if no
+    process holds its lock.
     """
     here = _prefix(path)
     anywhere = here.rpartition("-")[0].rpartition("-")[0]
@@ -335,7 +335,7 @@ def _remove_abandoned(path: Path) -> None:
             match = pattern.fullmatch(entry.name)
             if match is None or not entry.is_file(follow_symlinks=False):
                 continue
-            with contextlib.suppress(OSError):  # somebody else has removed it, or may not be ours
+            with contextlib.suppress(OSError):  # already removed, or not permitted
                 age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                 ended = entry.name.startswith(here) and _has_ended(int(match[1]))
                 if (ended or age > _ABANDONED_AFTER) and not _is_locked(entry.path):
@@ -343,9 +343,9 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether there is surely no process of this number."""
+    """Whether there is certainly no process with this id."""
     if os.name != "posix":
-        return False  # elsewhere, os.kill with signal 0 would end it
+        return False  # on other systems, os.kill with signal 0 would kill the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -356,7 +356,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_locked(path: str) -> bool:
-    """Whether a process is still writing a file, perhaps one of another container."""
+    """Whether a process, perhaps in another container, is still writing a file."""
     if fcntl is None:
         return False
     descriptor = os.open(path, os.O_RDONLY)
@@ -364,7 +364,7 @@ def _is_locked(path: str) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no locks here
+    except OSError:  # the file system has no locks
         return False
     finally:
         os.close(descriptor)
@@ -388,7 +388,7 @@ class _Record(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], version: int) -> Any:
-    """Read what `write` wrote; tensors are on the CPU.
+    """Read a structure that was written by `write`; tensors are on the CPU.
 
     Args:
         path: The file.
@@ -408,7 +408,7 @@ def read(path: str | os.PathLike[str], version: int) -> Any:
 
 
 def _read(file: io.BufferedReader, version: int) -> Any:
-    """The structure in a file; errors begin after the name of the file."""
+    """Read the structure; error messages continue a sentence that begins with the file's name."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError("is not a checkpoint of seqgp: it is not a regular file.")
@@ -443,8 +443,8 @@ def _read(file: io.BufferedReader, version: int) -> Any:
 
 
 def _what_else(beginning: bytes) -> str:
-    """What a file is, if it is not one of ours."""
-    # The first version was an archive of torch.save. Its version is found without unpickling.
+    """Describe a file that is not a checkpoint of the present format."""
+    # The first version was an archive of torch.save, which is recognised without unpickling.
     first = re.search(
         rb"seqgp checkpoint.{1,12}?version.{1,12}?written_by.{1,6}?X(.)\0\0\0", beginning, re.DOTALL
     )
@@ -482,7 +482,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 def _parse_record(record: Any) -> _Record:
-    """What a header says about a tensor, if there can be such a tensor."""
+    """Return the header's record of a tensor, if it is valid."""
     if type(record) is not dict:
         record = {}
     dtype, shape, strides, sha256 = map(record.get, ("dtype", "shape", "strides", "sha256"))
@@ -511,7 +511,7 @@ def _are_counts(values: Any) -> bool:
 def _read_tensor(file: io.BufferedReader, record: _Record) -> Tensor:
     try:
         tensor = torch.empty_strided(record.shape, record.strides, dtype=record.dtype, device="cpu")
-    except RuntimeError as error:  # the file is large, since it holds all elements
+    except RuntimeError as error:  # too large for memory: the file has all elements
         raise MemoryError from error
     data = _bytes_of(tensor)
     if file.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != record.sha256:
@@ -522,7 +522,7 @@ def _read_tensor(file: io.BufferedReader, record: _Record) -> Tensor:
 
 
 def _decode(value: Any, tensors: list[Tensor | None], depth: int = 0) -> Any:
-    """The structure that `_encode` was given; each tensor is taken once."""
+    """Decode a structure encoded by `_encode`; each tensor is used once."""
     if depth > _MAX_DEPTH:
         raise CheckpointError("is not a valid checkpoint: it is nested too deeply.")
     if type(value) is list:

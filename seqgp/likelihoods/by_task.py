@@ -31,7 +31,7 @@ __all__ = ["GaussianTaskLikelihood", "TaskLikelihood"]
 
 
 class TaskLikelihood(OneDimensionalLikelihood):
-    r"""A likelihood of its own for each task: an observation of task ``t`` has the ``t``-th.
+    r"""A separate likelihood for each task: observations of task ``t`` have the ``t``-th one.
 
     .. math:: p(y_i \mid f_i) = p_{t_i}(y_i \mid f_i).
 
@@ -82,13 +82,14 @@ class TaskLikelihood(OneDimensionalLikelihood):
         task: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What a function of a likelihood and its targets is, for the task of each target.
+        """Evaluate a function of a likelihood and its targets, with the likelihood of each task.
 
-        For targets of other tasks a likelihood is evaluated at one that is possible, so that the
-        result, of which nothing is used there, is finite, and so are derivatives.
+        A likelihood is also evaluated for the targets of other tasks, which are replaced by a
+        possible value. The results there are not used, but have to be finite, and likewise their
+        derivatives.
 
         Args:
-            function: Takes a likelihood, targets, what is known of the latents, and ``kwargs``.
+            function: Takes a likelihood, targets, the latents or their moments, and ``kwargs``.
             targets: ``... x n`` targets.
             latents: Tensors that broadcast to it.
             task: ``... x n`` indices of tasks.
@@ -111,14 +112,14 @@ class TaskLikelihood(OneDimensionalLikelihood):
 
 
 class _WithNoiseOfItsOwn(_GaussianLikelihoodBase):
-    """A Gaussian likelihood whose noise is not that of its base class."""
+    """A Gaussian likelihood with a noise model that replaces that of its base class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Likelihood.__init__(self)
 
 
 class GaussianTaskLikelihood(TaskLikelihood, _WithNoiseOfItsOwn):
-    r"""A `TaskLikelihood` of tasks that are all Gaussian, each with noise of its own.
+    r"""A `TaskLikelihood` of tasks that are all Gaussian, each with its own noise.
 
     It takes the place of `gpytorch.likelihoods.HadamardGaussianLikelihood`: objectives for exact
     GPs know that it is Gaussian.
@@ -138,7 +139,7 @@ class GaussianTaskLikelihood(TaskLikelihood, _WithNoiseOfItsOwn):
 
     @property
     def noise(self) -> Tensor:
-        """The noise variance of each task, ``t``."""
+        """The noise variances of the tasks, ``t``."""
         parts: list[Any] = list(self.likelihoods)
         return torch.cat([each.noise.reshape(1) for each in parts])
 
@@ -166,7 +167,7 @@ class GaussianTaskLikelihood(TaskLikelihood, _WithNoiseOfItsOwn):
     def marginal(
         self, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> MultivariateNormal:
-        """The distribution of observations.
+        """Return the distribution of observations.
 
         Args:
             function_dist: That of the latent function. In train mode, a model has said there which
@@ -194,7 +195,7 @@ class GaussianTaskLikelihood(TaskLikelihood, _WithNoiseOfItsOwn):
 
 
 class TaskDistribution(Distribution):
-    """Observations of several tasks, each of which has a distribution of its own.
+    """Observations of several tasks, where each task has its own distribution.
 
     Args:
         distributions: One for each task, with batch shapes ``... x n``.
@@ -206,7 +207,7 @@ class TaskDistribution(Distribution):
         self.distributions, self.task = list(distributions), task
 
     def chosen(self, function: Callable[[Distribution], Tensor]) -> Tensor:
-        """What a function of a distribution is, for the task of each observation."""
+        """Evaluate a function of a distribution for the task of each observation."""
         result = function(self.distributions[0])
         for index, each in enumerate(self.distributions[1:], 1):
             result = torch.where(self.task == index, function(each).to(result), result)
@@ -214,7 +215,7 @@ class TaskDistribution(Distribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """What can be observed of each task."""
+        """The possible observations of each task."""
         return _Support(self)
 
     @property
@@ -252,7 +253,7 @@ class _Support(constraints.Constraint):
 
 
 def _possible(likelihood: Likelihood) -> float:
-    """A target that a likelihood can have observed."""
+    """Return a possible target of a likelihood."""
     return 0.5 if isinstance(likelihood, BetaLikelihood) else 1.0
 
 

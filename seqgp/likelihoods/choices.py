@@ -112,12 +112,12 @@ class ChoiceLikelihood(OneDimensionalLikelihood):
         return log_predictive(self, observations, *moments, choice_size=choice_size)
 
 
-#: The likelihood of choices of one of two.
+#: The likelihood of a choice between two items.
 _COMPARISON = BinomialLikelihood(total_count=1, link="logit")
 
 
 def pairs_of(k: int) -> tuple[list[int], list[int]]:
-    """The pairs of the items of a choice: those with the chosen one, which is the first, first.
+    """Return the pairs of items of a choice; those with the chosen item, item 0, come first.
 
     Args:
         k: The number of items.
@@ -130,7 +130,7 @@ def pairs_of(k: int) -> tuple[list[int], list[int]]:
 
 
 def choices_among(choice_size: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The choices that ``n`` observations are parts of.
+    """Yield the choices that ``n`` observations belong to.
 
     Args:
         choice_size: ``... x n``, the same for all members of a batch. The pairs of a choice are
@@ -152,7 +152,7 @@ def choices_among(choice_size: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def first_parts(choice_size: Tensor) -> Tensor:
-    """``n``, the index of the first pair of the choice that each observation is a part of.
+    """Return ``n``: for each observation, the index of the first pair of its choice.
 
     Args:
         choice_size: ``... x n``, as for `choices_among`.
@@ -318,7 +318,7 @@ def covariance_of(variance: Tensor, k: int) -> Tensor:
 
 
 def _nodes(dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``s x dim`` standard normal nodes, and ``s`` logarithms of their weights."""
+    """Return ``s x dim`` standard normal nodes, and ``s`` logarithms of their weights."""
     return _rule(dim, like.dtype, like.device)
 
 

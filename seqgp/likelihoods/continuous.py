@@ -20,10 +20,11 @@ _NO_BATCH = torch.Size([])
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """``exp(x)``, continued by its tangent where the square of it would overflow.
+    """Return ``exp(x)``, continued by its tangent where its square would overflow.
 
-    Under a latent variance of thousands, expectations of exponentials are not representable. So
-    they stay finite, with derivatives, and a step that went astray can be taken back.
+    If a latent variance is in the thousands, expectations of exponentials overflow. With the
+    tangent, they and their derivatives stay finite, so that an optimiser can recover from a bad
+    step.
 
     Args:
         x: ``...`` exponents.
@@ -91,7 +92,7 @@ class GammaLikelihood(OneDimensionalLikelihood):
         return self._log_density(observations, mean, 0.5 * variance - mean)
 
     def log_prob(self, targets: Tensor, f: Tensor) -> Tensor:
-        """``log p(y | f)``, finite for any latent value.
+        """Return ``log p(y | f)``, finite for any latent value.
 
         Args:
             targets: ``...`` observations.
@@ -123,7 +124,7 @@ class CensoredNormal(Normal):
 
     @property
     def support(self) -> Any:  # type: ignore[override]
-        """All real numbers. Asked for when data are checked, so that arguments are checked, too."""
+        """All real numbers. Checks of the data read it, so the arguments are checked here, too."""
         side, width = self.side, self.width
         if side is not None and not ((side == 0) | (side == 1) | (side == -1)).all():
             raise ValueError("side: expected -1 (below), 0 (exact) or 1 (above).")
@@ -132,7 +133,7 @@ class CensoredNormal(Normal):
         return constraints.real
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """The log density of exact observations, and the log probability of the others."""
+        """Return log densities of exact observations, and log probabilities of the others."""
         z = (value - self.loc) / self.scale
         log_prob = -0.5 * z.square() - self.scale.log() - 0.5 * math.log(2 * math.pi)
         if self.side is not None:
@@ -147,7 +148,7 @@ class CensoredNormal(Normal):
 
 
 def log_normal_interval(lower: Tensor, upper: Tensor) -> Tensor:
-    r""":math:`\log(\Phi(u) - \Phi(l))` for :math:`l < u`, without cancellation.
+    r"""Return :math:`\log(\Phi(u) - \Phi(l))` for :math:`l < u`, without cancellation.
 
     The interval is reflected to the left of zero, where :math:`\log \Phi` keeps its precision.
 
@@ -158,7 +159,7 @@ def log_normal_interval(lower: Tensor, upper: Tensor) -> Tensor:
     flip = lower + upper > 0
     left = torch.special.log_ndtr(torch.where(flip, -upper, lower))
     right = torch.special.log_ndtr(torch.where(flip, -lower, upper))
-    # A gap lost to rounding counts as one of machine precision: no -inf, no nan gradient.
+    # A gap lost to rounding counts as one of machine precision, to avoid -inf and NaN gradients.
     return right + (left - right).clamp(max=-torch.finfo(left.dtype).eps).expm1().neg().log()
 
 

@@ -1,4 +1,4 @@
-"""How small noise may get while it is learnt."""
+"""Lower bounds for noise that is learnt."""
 
 from __future__ import annotations
 

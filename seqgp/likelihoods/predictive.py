@@ -38,7 +38,7 @@ from seqgp.likelihoods.traits import has_one_latent, observation_noise
 def log_predictive(
     likelihood: Likelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Log predictive density of each target.
+    """Return the log predictive density of each target.
 
     In closed form for Gaussian and Bernoulli likelihoods and their relatives, by quadrature for
     others of one latent function, and by fixed base samples for those of several.
@@ -53,7 +53,7 @@ def log_predictive(
     Returns:
         A ``... x n`` tensor.
     """
-    if not targets.numel():  # of which PyTorch does not make some distributions
+    if not targets.numel():  # some distributions of PyTorch do not support this
         points = mean if has_one_latent(likelihood) else mean[..., 0]
         return torch.zeros_like(points + targets)
     nodes, log_weights = latent_nodes(mean, not has_one_latent(likelihood))
@@ -155,7 +155,7 @@ def _overdispersed_binomial(
 
 
 def conditional_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
-    """Mean and variance of observations given the latent function.
+    """Return mean and variance of observations given the latent function.
 
     PyTorch has no moments of a categorical distribution; here they are those of the class index.
 

@@ -1,4 +1,4 @@
-"""Labels that are guesses or slips at times."""
+"""Labels with guesses and lapses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_NODES = 128
 
 
 class PsychometricLikelihood(OneDimensionalLikelihood):
-    r"""Labels 0 and 1 of someone who guesses and slips: Bernoulli with guess and lapse rates.
+    r"""Labels 0 and 1 of an observer who guesses and lapses: Bernoulli with two error rates.
 
     .. math::
         p(y = 1 \mid f) = g + (1 - g - l) \, \Phi(f).
@@ -51,7 +51,7 @@ class PsychometricLikelihood(OneDimensionalLikelihood):
         self.guess_rate, self.lapse_rate = float(guess_rate), float(lapse_rate)
 
     def probability(self, f: Tensor) -> Tensor:
-        """The probability of a 1 at latent values ``...``."""
+        """Return the probability of a 1 at latent values ``...``."""
         slope = 1 - self.guess_rate - self.lapse_rate
         return self.guess_rate + slope * torch.special.ndtr(f)
 

@@ -1,4 +1,4 @@
-"""Ratings: numbers that say how good an item is, on a scale of their own."""
+"""Ratings: numbers that tell how good an item is, on a scale that is learnt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RatingLikelihood"]
 
 
 class RatingLikelihood(OneDimensionalLikelihood):
-    r"""A rating on a scale that is learnt, given a utility :math:`f`.
+    r"""A rating given a utility :math:`f`, on a scale that is learnt.
 
     .. math:: y = s \, (f + a + e), \qquad e \sim N(0, \sigma^2).
 
@@ -82,7 +82,7 @@ class RatingLikelihood(OneDimensionalLikelihood):
         return self.marginal_of(function_dist.mean, function_dist.variance)
 
     def marginal_of(self, mean: Tensor, variance: Tensor) -> Normal:
-        """The distribution of ratings if utilities are ``N(mean, variance)``.
+        """Return the distribution of ratings if utilities are ``N(mean, variance)``.
 
         Args:
             mean: ``... x n``.

@@ -43,7 +43,7 @@ class TieLikelihood(OrdinalLikelihood):
         if not bool((half.isfinite() & (half > 0)).all()):
             raise ValueError("`width` must be finite and positive.")
         super().__init__(3, link, batch_shape, cutpoints=torch.cat([-half, half], -1))
-        del self.first_cutpoint  # it is minus the width
+        del self.first_cutpoint  # it equals minus the width
 
     @property
     def width(self) -> Tensor:

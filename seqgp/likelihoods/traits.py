@@ -46,7 +46,7 @@ def has_one_latent(likelihood: Likelihood) -> bool:
 
 
 def output_latents(likelihood: Likelihood) -> tuple[int, ...] | None:
-    """Which of several latents are outputs of a model, ``None`` if all are.
+    """Return which of several latents are outputs of a model, ``None`` if all are.
 
     A likelihood says so by an attribute ``output_latents``. Its latents are functions of different
     kinds, such as a mean and a log variance, and have kernels and means of their own.
@@ -58,7 +58,7 @@ def output_latents(likelihood: Likelihood) -> tuple[int, ...] | None:
 
 
 def likelihoods_of_tasks(likelihood: Likelihood) -> list[Any] | None:
-    """The likelihoods of the tasks, if a likelihood has one for each task, otherwise ``None``.
+    """Return the likelihoods of the tasks if there is one for each task, otherwise ``None``.
 
     Args:
         likelihood: The likelihood.
@@ -68,7 +68,7 @@ def likelihoods_of_tasks(likelihood: Likelihood) -> list[Any] | None:
 
 
 def precision_floor(likelihood: Likelihood) -> float | None:
-    """The minimum precision of sites: zero if the likelihood is log-concave, else ``None``.
+    """Return the minimum precision of sites: zero if log-concave, else ``None``.
 
     Other likelihoods (Student-t, Beta, negative binomial, unknown ones) have sites of negative
     precision where they are not log-concave, for example at an outlier. With a minimum, the
@@ -94,7 +94,7 @@ def takes_noise(likelihood: Likelihood) -> bool:
 
 
 def is_real_valued(likelihood: Likelihood) -> bool:
-    """Whether observations are real numbers on a scale of their own, which can be standardised.
+    """Whether observations are real numbers in units of their own, which can be standardised.
 
     Likelihoods that are not known may have limits or constants on the scale of the observations:
     theirs are left alone.

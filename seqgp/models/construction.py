@@ -1,4 +1,4 @@
-"""What a `SequentialGP` is built from: checks, defaults, shapes and inducing points."""
+"""Construction of a `SequentialGP`: checks, defaults, shapes and inducing points."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from seqgp.validation import (
     one_hot_hint,
 )
 
-#: Up to this many inputs, all of them are inducing points by default.
+#: Up to this number of inputs, all of them are inducing points by default.
 ALL_INPUTS = 1000
 
 
@@ -63,13 +63,13 @@ class Parts(NamedTuple):
         covar_module: The kernel.
         mean_module: The mean.
         inducing_points: ``... x m x d``, in the transformed space.
-        num_latents: Latents of one likelihood, ``None`` for one.
+        num_latents: The number of latents of the likelihood, ``None`` for one.
         num_outputs: The number of outputs.
-        batch_shape: Of the duals, without latents.
+        batch_shape: The batch shape of the duals, without latents.
         has_output_dim: Whether the last batch dimension is that of the outputs.
         input_transform: The input transform, whose statistics are frozen.
         outcome_transform: The outcome transform, which has learnt its statistics.
-        standardizes_by_default: Whether it is the default one, which updates adapt.
+        standardizes_by_default: Whether this is the default transform, which updates adapt.
     """
 
     observations: Observations
@@ -102,17 +102,17 @@ def assemble(
     num_outputs: int | None,
     ranks: Ranks = ALONE,
 ) -> Parts:
-    """The parts of a model, from the arguments of `SequentialGP`, which documents them.
+    """Return the parts of a model, given the arguments of `SequentialGP`, which documents them.
 
     Transforms learn their statistics from the data of all ranks, and inducing points are chosen
-    among these; what is returned are the observations of this one.
+    among these data. The returned observations are those of this rank.
     """
     observed_X, points = train_X, train_X
     if coefficients is not None:
         check_coefficients(coefficients, train_X, "train_X")
         points = train_X[..., 0, :]
     check_inputs(points, name="train_X")
-    if train_Y is None:  # nothing has been observed yet
+    if train_Y is None:  # there are no observations yet
         observed_X = points = train_X[..., :0, :]
         train_Y = _no_observations(points, likelihood, coefficients, num_outputs)
     check_Y(points, train_Y, "train_X", "train_Y")
@@ -140,7 +140,7 @@ def assemble(
     all_Y = ranks.gather(train_Y, -2)
     all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
     with torch.no_grad():
-        # Inputs are exchanged only if a transform or the choice of inducing points needs them.
+        # Inputs are exchanged only if a transform or the choice of inducing points needs them all.
         chosen = input_transform is not None or not isinstance(inducing_points, Tensor)
         all_X = ranks.gather(flat, -2) if chosen else flat
         if input_transform is not None:
@@ -155,7 +155,7 @@ def assemble(
             outcomes = default_transform(all_Y, likelihood, coefficients is not None)
         elif outcomes is not None:
             outcomes.to(train_X).train()
-            # Learns its statistics, if it has any.
+            # Learn the statistics of the transform, if it has any.
             outcomes(all_Y, all_Yvar, X=ranks.gather(at, -2))
         if outcomes is not None:
             train_Y, train_Yvar = transform_observations(
@@ -171,7 +171,7 @@ def assemble(
         else:
             all_noise = ranks.gather(noise)
             likelihood = FixedNoiseGaussianLikelihood(all_noise, batch_shape=aug_batch_shape)
-    likelihood = likelihood.to(train_X)  # where the targets are that it is going to check
+    likelihood = likelihood.to(train_X)  # the device and dtype of the targets that it will check
     arguments = _arguments(given_arguments, train_Y.shape)
     if noise is not None:
         arguments["noise"] = noise
@@ -183,11 +183,11 @@ def assemble(
             f"num_outputs: expected {outputs}, one for each column of train_Y or each latent "
             f"function of the likelihood, got {num_outputs}; leave it out."
         )
-    # Modules are shared by the latents: batches have a dimension of size 1 for these.
+    # Latents share modules, whose batches have a dimension of size 1 for them.
     module_shape = aug_batch_shape
     if latents is not None and batch_shape:
         module_shape = torch.Size([*batch_shape, 1])
-    if latents is not None and seen is not None:  # functions of different kinds
+    if latents is not None and seen is not None:  # latents are functions of different kinds
         module_shape = torch.Size([*batch_shape, latents])
     observations = _observations(
         observed_X,
@@ -206,7 +206,7 @@ def assemble(
             ard_num_dims=X.shape[-1], batch_shape=module_shape
         )
     covar_module = covar_module.to(X)
-    # Functionals of the same points, such as comparisons of an item with others, repeat them.
+    # Functionals may repeat points, such as comparisons of one item with several others.
     candidates = all_X if coefficients is None or all_X.dim() > 2 else distinct(all_X)[0]
     Z = choose_inducing_points(candidates, inducing_points, covar_module, allocator)
     if (m > 1 or latents is not None) and Z.dim() > 2:
@@ -225,19 +225,19 @@ def assemble(
         m > 1,
         None if input_transform is None else frozen(input_transform),
         outcomes,
-        # Other latents than the mean (a log variance) have units that updates do not convert.
+        # Latents other than the mean (a log variance) have units that updates do not convert.
         is_default and outcomes is not None and latents is None,
     )
 
 
 def default_mean(likelihood: Likelihood | None, batch_shape: torch.Size) -> ConstantMean:
-    """A constant; for labels with a prior.
+    """Return a constant mean, with a prior if observations are labels.
 
-    Labels of one kind say that they are likely, not that they are certain.
+    If all labels are of one kind, that kind is likely, but not certain.
 
     Args:
         likelihood: The likelihood, ``None`` for a Gaussian.
-        batch_shape: Of the mean.
+        batch_shape: The batch shape of the mean.
     """
     prior = NormalPrior(0.0, 1.5) if isinstance(likelihood, BernoulliLikelihood) else None
     mean = ConstantMean(constant_prior=prior, batch_shape=batch_shape)
@@ -253,7 +253,7 @@ def _no_observations(
     coefficients: Tensor | None,
     num_outputs: int | None,
 ) -> Tensor:
-    """``... x 0 x m`` targets of a model that is built before anything has been observed."""
+    """Return ``... x 0 x m`` targets for a model that is built without observations."""
     if coefficients is not None:
         raise ValueError("train_Y: required with coefficients, got None.")
     one = likelihood is not None and not has_one_latent(likelihood)  # column, of several latents
@@ -263,23 +263,24 @@ def _no_observations(
 def _check_scaling(
     X: Tensor, Y: Tensor, Yvar: Tensor | None, likelihood: Likelihood, functionals: bool
 ) -> None:
-    """BoTorch's warnings about data for which its default priors are not meant.
+    """Emit BoTorch's warnings about data that do not suit its default priors.
 
-    Inputs are looked at for every likelihood; observations if they should be standardised.
+    Inputs are checked for every likelihood; observations are checked if they should be
+    standardised.
     """
     if not X.shape[-2]:
         return
     scaled = is_real_valued(likelihood) and not functionals
     if isinstance(likelihood, GaussianLikelihoodWithMissingObs) or not scaled:
-        Y, Yvar = X.new_zeros(1, 1), None  # which are standardised: a single one, and zero
+        Y, Yvar = X.new_zeros(1, 1), None  # a single zero counts as standardised
     validate_input_scaling(train_X=X, train_Y=Y, train_Yvar=Yvar)
 
 
 def frozen(transform: InputTransform) -> InputTransform:
-    """A transform with frozen statistics: inducing points and the past are in its space.
+    """Return a copy of a transform with frozen statistics.
 
-    It is a copy, so that the caller's can go on learning them. Parameters are shared, so that the
-    caller sees what a fit makes of them.
+    Inducing points and folded observations are in its space. The caller's transform can go on
+    learning its statistics. Parameters are shared, so that the caller sees their fitted values.
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in transform.parameters()}
     result: InputTransform = copy.deepcopy(transform, shared)
@@ -290,7 +291,7 @@ def frozen(transform: InputTransform) -> InputTransform:
 
 
 def _check_statistics(transform: OutcomeTransform) -> None:
-    """Raise if observations are too large for what a transform learns from them."""
+    """Raise if observations are so large that the statistics of a transform overflow."""
     for statistics in transform.buffers():
         if not bool(statistics.isfinite().all()):
             raise ValueError(
@@ -300,7 +301,7 @@ def _check_statistics(transform: OutcomeTransform) -> None:
 
 
 def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:
-    """Raise unless noise variances fit targets and likelihood."""
+    """Raise unless noise variances match targets and likelihood."""
     if isinstance(train_Yvar, Likelihood):  # the third argument of SingleTaskVariationalGP
         raise TypeError(
             f"train_Yvar: expected noise variances, got a {type(train_Yvar).__name__}; pass it as "
@@ -320,12 +321,12 @@ def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | N
 
 
 def _to_targets(Y: Tensor) -> Tensor:
-    """``... x n x m`` in BoTorch's shape to ``... [x m] x n``."""
+    """Convert BoTorch's shape ``... x n x m`` to ``... [m x] n``."""
     return Y.mT if Y.shape[-1] > 1 else Y.squeeze(-1)
 
 
 def _noise_columns(noise: Tensor, Y: Tensor) -> Tensor:
-    """Noise variances ``... [x m] x n``, or as ``Y`` is, in the shape of ``Y``, ``... x n x m``."""
+    """Convert noise variances ``... [m x] n``, or of the shape of ``Y``, to ``... x n x m``."""
     if noise.shape == Y.shape:
         return noise
     m, n = Y.shape[-1], Y.shape[-2]
@@ -340,8 +341,8 @@ def _noise_columns(noise: Tensor, Y: Tensor) -> Tensor:
 
 
 def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Per-point arguments ``... [x m] x n``, of which some may be as ``Y`` is."""
-    square = shape[-1] > 1 and shape[-1] == shape[-2]  # could be either of the two shapes
+    """Return per-point arguments as ``... [m x] n``; some may have the shape of ``Y``."""
+    square = shape[-1] > 1 and shape[-1] == shape[-2]  # the two shapes cannot be told apart
     return {
         key: _to_targets(value)
         if isinstance(value, Tensor) and value.shape == shape and not square
@@ -351,7 +352,7 @@ def _arguments(given: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
 
 
 def _num_latents(likelihood: Likelihood, train_Y: Tensor) -> int | None:
-    """How many latent functions a likelihood has, ``None`` for one."""
+    """Return the number of latent functions of a likelihood, ``None`` for one."""
     if has_one_latent(likelihood):
         return None
     latents: int = getattr(likelihood, "num_features", 0)
@@ -383,7 +384,7 @@ def _observations(
     given: Tensor,
     has_outputs: bool,
 ) -> Observations:
-    """Checked copies of the data: what the caller does to them later does not matter."""
+    """Return checked copies of the data, so that the caller can change the originals later."""
     names = ("train_X", "train_Y")
     try:
         checked = Observations.checked(
@@ -399,7 +400,7 @@ def _observations(
     except ValueError as error:
         if outcome_transform is None:
             raise
-        # Unless what was given is wrong itself, the transform has made it so.
+        # The transform is at fault, unless the original inputs were already wrong.
         points = train_X if coefficients is None else train_X[..., 0, :]
         points = points.unsqueeze(-3) if has_outputs else points
         check_targets(given, points, likelihood, name="train_Y", **arguments)
@@ -418,15 +419,15 @@ def choose_inducing_points(
     allocator: InducingPointAllocator | None,
     fills_up: bool = False,
 ) -> Tensor:
-    """``batch_shape x k x d`` inducing points for transformed inputs ``batch_shape x n x d``.
+    """Choose ``batch_shape x k x d`` inducing points for inputs ``batch_shape x n x d``.
 
     Args:
-        X: The inputs.
-        inducing_points: The points themselves, their largest number, or ``None`` for the default.
+        X: The transformed inputs.
+        inducing_points: The points themselves, their maximum number, or ``None`` for the default.
         covar_module: The kernel.
         allocator: Chooses them; by default greedily by variance reduction.
-        fills_up: Whether other inputs are added where there would be fewer than that number,
-            because more would add nothing under the present kernel.
+        fills_up: Whether to add other inputs up to that number, even if they add no information
+            under the present kernel.
     """
     if isinstance(inducing_points, Tensor):
         if inducing_points.dim() < 2 or inducing_points.shape[-1] != X.shape[-1]:
@@ -450,7 +451,7 @@ def choose_inducing_points(
         raise ValueError(f"inducing_points: expected at least one, got {inducing_points}.")
     if number == n:
         return X
-    if covar_module.batch_shape:  # choose for the first of the models: BoTorch knows few batches
+    if covar_module.batch_shape:  # choose for the first model: BoTorch supports few batches
         covar_module = covar_module[(0,) * len(covar_module.batch_shape)]
     allocator = GreedyAllocator() if allocator is None else allocator
     chosen = [
@@ -460,12 +461,12 @@ def choose_inducing_points(
     if fills_up:
         each = zip(chosen, X.reshape(-1, *X.shape[-2:]), strict=True)
         chosen = [fill_up(Z, x, number) for Z, x in each]
-    number = min(len(points) for points in chosen)  # fewer, where the others would add nothing
+    number = min(len(points) for points in chosen)  # fewer if more would add no information
     return torch.stack([Z[:number] for Z in chosen]).reshape(*X.shape[:-2], number, X.shape[-1])
 
 
 def discrete_columns(dims: Sequence[int], d: int) -> tuple[int, ...]:
-    """Indices of discrete columns, checked, and counted from the first.
+    """Check indices of discrete columns, and return them as nonnegative numbers.
 
     Args:
         dims: The indices; negative ones count from the last column.
@@ -479,7 +480,7 @@ def discrete_columns(dims: Sequence[int], d: int) -> tuple[int, ...]:
 
 
 def distinct(points: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of ``n x d`` points in the order of appearance, and ``n`` indices of them.
+    """Return the distinct rows of ``n x d`` points, in order of appearance, and ``n`` indices.
 
     Args:
         points: The points.

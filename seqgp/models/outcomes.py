@@ -1,4 +1,4 @@
-"""Outcome transforms: the default one, and how observations pass through any of them."""
+"""Outcome transforms: the default one, and the transformation of observations by any of them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Affine(NamedTuple):
 def default_transform(
     Y: Tensor, likelihood: Likelihood | None, functionals: bool = False
 ) -> Standardize | None:
-    """`Standardize` for real-valued observations, as in `SingleTaskGP`; ``None`` for all others.
+    """Return `Standardize` for real-valued observations, as in `SingleTaskGP`, else ``None``.
 
-    Its statistics are those of the observations. Without any it is the identity, and so it is for
-    an output of which all observations are missing (NaN).
+    Its statistics are those of the observations. It is the identity if there are no observations,
+    and likewise for an output whose observations are all missing (NaN).
 
-    Observations of functionals are not transformed by default, since the mean of differences, for
-    example, says nothing about the mean of the function.
+    Observations of functionals are not transformed by default. For example, the mean of differences
+    contains no information about the mean of the function.
 
     Args:
         Y: ``... x n x m`` observations.
-        likelihood: What they are observations of; ``None`` for a Gaussian.
+        likelihood: Their likelihood; ``None`` for a Gaussian.
         functionals: Whether they are observations of functionals.
     """
     if functionals or not (likelihood is None or is_real_valued(likelihood)):
@@ -60,7 +60,7 @@ def transform_observations(
     X: Tensor,
     coefficients: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformed observations and noise variances, with the statistics that are known.
+    """Transform observations and noise variances, with the learnt statistics.
 
     If ``f = offset + scale * g``, then the observation ``sum_j c_j f(x_j)`` of a functional is
     ``offset * sum_j c_j + scale * sum_j c_j g(x_j)``.
@@ -86,7 +86,7 @@ def untransform_observations(
     X: Tensor,
     coefficients: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The inverse of `transform_observations`.
+    """Undo `transform_observations`.
 
     Args:
         transform: The transform.
@@ -102,7 +102,7 @@ def untransform_observations(
 
 
 def _offset(transform: OutcomeTransform) -> Tensor:
-    """The offset of a transform of functionals, which has to be linear."""
+    """Return the offset of a transform for functionals, which has to be linear."""
     inverse = affine(transform)
     if inverse is None:
         raise ValueError(
@@ -113,7 +113,7 @@ def _offset(transform: OutcomeTransform) -> Tensor:
 
 
 def affine(transform: OutcomeTransform) -> Affine | None:
-    """The offset and the scale of a linear transform; ``None`` if it is not one.
+    """Return the offset and the scale of a transform; ``None`` if it is not linear.
 
     Args:
         transform: The transform.

@@ -1,7 +1,7 @@
 """Whether the posterior is up to date with hyperparameters, noise and transforms.
 
-As in BoTorch's models, you can set these by hand at any time. The next prediction notices, and
-recomputes the posterior.
+As in BoTorch's models, you can set these directly at any time. The next prediction detects the
+change and recomputes the posterior.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seqgp.models.protocol import DataModel
 
 @torch.no_grad()
 def values_of(model: DataModel) -> Tensor:
-    """All numbers that the sites depend on beside the data, one after the other.
+    """Return all numbers besides the data that the sites depend on, concatenated.
 
     Args:
         model: The model.
@@ -38,20 +38,20 @@ def values_of(model: DataModel) -> Tensor:
 
 
 def is_finite_and_current(model: DataModel, X: Tensor) -> tuple[bool, bool]:
-    """Whether inputs are finite, and the posterior is up to date; asks the device once.
+    """Whether inputs are finite and the posterior is up to date, with one host synchronisation.
 
     Args:
         model: The model.
         X: The inputs.
     """
     flags, settled = [X.isfinite().all()], model.settled_at
-    # A stream with the paper's rule holds other things fixed when hyperparameters move.
+    # With the paper's rule, other quantities are held fixed when hyperparameters change.
     checked = not model.variational_strategy.is_fantasy and model.stream.rule == "pseudo-likelihood"
     if checked and settled:
         now, then = values_of(model), settled[0]
         if now.shape != then.shape:
             return bool(flags[0]), False
-        # A table of tasks has NaN where there is none.
+        # Tables of tasks have NaN in unused places.
         flags.append(torch.isclose(now, then, rtol=0.0, atol=0.0, equal_nan=True).all())
     answers = torch.stack(flags).tolist()
     return answers[0], answers[-1] or len(answers) == 1
@@ -59,7 +59,7 @@ def is_finite_and_current(model: DataModel, X: Tensor) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def catch_up(model: DataModel) -> None:
-    """Converge the sites at the hyperparameters, the noise and the transforms of a model.
+    """Converge the sites at the present hyperparameters, noise and transforms.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ def catch_up(model: DataModel) -> None:
     chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
     if not chosen and held.coefficients is None:
         Z = strategy.inducing_points
-        if Z.shape[-2] == held.points.shape[-2]:  # they are the inputs, transformed
+        if Z.shape[-2] == held.points.shape[-2]:  # Z are the transformed inputs
             strategy.start_from(model.transform_train_inputs(held.points).reshape(Z.shape))
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and not model.num_updates:
         own = likelihood.noise_covar.noise
@@ -85,14 +85,14 @@ def catch_up(model: DataModel) -> None:
             model.stream = replace(model.stream, observations=replace(held, arguments=arguments))
     if model.stream.num_seen:
         model.refresh()
-    else:  # the posterior is the prior, or what a training loop has made of it
+    else:  # the posterior is the prior, or the result of a training loop
         model.note_hyperparameters()
 
 
 def _check_scale_of_loop(model: DataModel) -> None:
-    """Raise if a training loop has been given observations that had not been transformed.
+    """Raise if a training loop used targets that were not transformed.
 
-    Hyperparameters are then those of other units than those of the targets that the model holds.
+    The hyperparameters would then be in other units than the targets that the model holds.
     """
     held, transform = model.stream.observations, getattr(model, "outcome_transform", None)
     if transform is None or held.coefficients is not None or not len(held):
@@ -100,7 +100,7 @@ def _check_scale_of_loop(model: DataModel) -> None:
     targets = model.to_columns(held.targets)
     mean, _ = model.variational_strategy.marginals(model.transformed(held))
     given, _ = transform.untransform(targets, X=held.inputs)
-    if model.variational_strategy.num_latents is not None:  # the one that is observed
+    if model.variational_strategy.num_latents is not None:  # only one latent is observed
         mean = mean[..., (output_latents(model.likelihood) or (0,))[0], :]
     mean = model.to_columns(mean)
     to_given, to_held = ((mean - each).square().nanmean() for each in (given, targets))

@@ -1,7 +1,7 @@
 """Learning from a stream: updates, the memory, and inducing points that follow the data.
 
-The parts that users can exchange are objects with a small base: `MemoryPolicy` (what to remember),
-`InducingPointRule` (where the inducing points go) and `UpdateRule` (how a batch is learnt).
+Users can replace three parts, each with a small base class: `MemoryPolicy` (which observations to
+keep), `InducingPointRule` (where the inducing points are) and `UpdateRule` (how a batch is learnt).
 """
 
 from seqgp.streaming.inducing_points import (

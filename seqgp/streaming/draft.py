@@ -1,7 +1,7 @@
-"""Updates work on a draft, a copy of the model, which replaces the model in the end.
+"""Drafts: copies of a model that updates work on, and that replace the model in the end.
 
-Until then the model is unchanged, whatever goes wrong and whoever reads it. It is replaced while
-nobody reads it (`seqgp.streaming.guard`).
+Until then the model is unchanged, whatever goes wrong, and can be read by other threads. It is
+replaced while no thread reads it (`seqgp.streaming.guard`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Model = TypeVar("Model", bound=StreamModel)
 
 
 def draft_of(model: Model, learn: bool) -> Model:
-    """A copy of a model that may be updated; it shares tensors that it will not change.
+    """Return a copy of a model that may be updated; it shares the tensors that do not change.
 
     Args:
         model: The model.
-        learn: Whether hyperparameters are going to change.
+        learn: Whether hyperparameters will change.
     """
     with model.guard.reading:
         draft: Any = model.variational_strategy.shallow_copy()
@@ -37,7 +37,7 @@ def draft_of(model: Model, learn: bool) -> Model:
                     setattr(draft, name, own)
             Z = strategy.inducing_points
             if learn:
-                own_Z = Z.detach().clone()  # gradients may move them, in place
+                own_Z = Z.detach().clone()  # gradient steps may change them in place
                 if isinstance(Z, Parameter):
                     own_Z = Parameter(own_Z, requires_grad=Z.requires_grad)
                 strategy.inducing_points = own_Z
@@ -45,19 +45,19 @@ def draft_of(model: Model, learn: bool) -> Model:
 
 
 def adopt(model: Model, draft: Model) -> None:
-    """Make the state of a draft that of the model, as a whole.
+    """Replace the state of a model by that of a draft, as a whole.
 
-    Parameters stay the same objects, in the same modules, and are given other memory: what has been
-    computed from the old one, and is yet to be evaluated or differentiated, is not disturbed (see
+    Parameters stay the same objects in the same modules, but get other memory. So results that were
+    computed from the old memory can still be evaluated or differentiated (see
     `seqgp.variational.frozen`). Conditioned models keep the hyperparameters that they were made
     with.
 
-    An interrupt that arrives meanwhile is raised after the model has become the draft: each step
-    can be repeated, so it is started again.
+    An interrupt during the replacement is raised after it is complete. Each step can be repeated,
+    so the replacement is then run again.
 
     Args:
         model: The model.
-        draft: What `draft_of` made of it, and an update changed; of no use any more.
+        draft: The updated result of `draft_of`. It cannot be used afterwards.
     """
     interrupt: KeyboardInterrupt | None = None
     with model.guard.reading:
@@ -88,6 +88,6 @@ def _move_into(model: Any, draft: Any) -> None:
 
 
 def _hyperparameters(model: Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of all modules but the strategy."""
+    """Return parameters and buffers of all modules except the strategy."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {k: v for k, v in tensors.items() if not k.startswith("variational_strategy.")}

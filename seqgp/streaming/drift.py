@@ -1,23 +1,24 @@
-r"""Streams that drift: letting everything old fade, and by how much.
+r"""Streams that drift: discounting old observations, and choosing the discount.
 
-With a discount :math:`\gamma`, all that has been learnt before counts :math:`\gamma` times what it
-did, whether it is remembered or folded. The duals are sums over observations, so that is the
-posterior with duals :math:`\gamma (\lambda, B)`. Hence the evidence of a new batch before it is
+With a discount :math:`\gamma`, everything learnt before counts :math:`\gamma` times as much as
+before, whether it is in the memory or folded. Since duals are sums over observations, this is the
+posterior with duals :math:`\gamma (\lambda, B)`. So the evidence of a new batch before it is
 learnt, :math:`\log p_\gamma(y) = \log Z[\gamma (\lambda, B) + \text{its sites}] - \log
-Z[\gamma (\lambda, B)]` (a bound, if it is not Gaussian), is known for a few candidates at little
-cost. It is that of the batch as a whole: a function that has moved a little is wrong in the same
-way at neighbouring inputs, which says much more than that each of them is a little less probable.
+Z[\gamma (\lambda, B)]` (a bound, if it is not Gaussian), can be computed for a few candidates at
+little cost. It is the evidence of the batch as a whole. If a function has changed a little, its
+errors are similar at neighbouring inputs. This says much more than the fact that each observation
+is a little less probable.
 
-``discount="auto"`` compares them. The log of the ratio of a candidate's evidence to that without a
-discount is added up from batch to batch, never below zero, and the candidate is used once the sum
-is large. So changes are noticed that are abrupt, or small but lasting. If nothing changes, the
-ratio has an expectation of one, so a sum of :math:`c` nats for one of :math:`k` candidates has a
-probability of about :math:`k e^{-c}` at each batch.
+``discount="auto"`` compares the candidates. The log ratio of a candidate's evidence to that without
+a discount is added up from batch to batch, never below zero, and the candidate is used once the sum
+is large. So both abrupt changes and small but lasting ones are detected. If nothing changes, the
+ratio has an expectation of one. Then the sum of one of :math:`k` candidates reaches :math:`c` nats
+with a probability of about :math:`k e^{-c}` at each batch.
 
-That holds if the model is right. One whose noise is too small, or whose kernel is too smooth, would
+This holds if the model is right. A model with too little noise, or too smooth a kernel, would
 prefer any discount, since that makes it less certain. So before a candidate is used, the same ratio
-is computed for parts of the memory, each left out. What it is there has other reasons than a
-change, and does not count.
+is computed for parts of the memory, each left out. A gain that also occurs there has other causes
+than a change, and does not count.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from seqgp.likelihoods.traits import is_conjugate, precision_floor
 from seqgp.observations import Observations
 from seqgp.streaming.model import StreamModel
 
-#: What ``discount="auto"`` chooses from, beside no discount.
+#: The candidates of ``discount="auto"``, besides no discount.
 CANDIDATES = (0.9, 0.6, 0.3, 0.1, 0.01)
 #: Evidence, in nats, at which a candidate is used.
 EVIDENCE = 5.0
-#: Of candidates whose evidence differs by less than this, the one that keeps the most is used.
+#: Among candidates whose evidence differs by less than this, the largest factor is used.
 ALIKE = 2.0
-#: The fewest observations in memory that have not faded by half, by which other reasons than a
-#: change can be told.
+#: Minimum number of observations in memory that have not faded by half. With fewer, a change cannot
+#: be told from other causes.
 FEWEST = 30
-#: How many parts of the memory are left out, one after the other.
+#: The number of parts of the memory that are left out, one at a time.
 PARTS = 10
-#: The most observations of a batch that are looked at.
+#: The maximum number of observations of a batch that are used.
 MOST = 500
 #: Relative tolerance of the sites.
 TOLERANCE = 1e-4
 
 
 class Discounting(NamedTuple):
-    """What has been decided about a batch.
+    """The choice of a discount for a batch.
 
     Attributes:
-        factor: The factor for all that was known before.
-        evidence: For each candidate the evidence so far, and then for each how many observations
-            that is from.
+        factor: The factor for everything learnt before.
+        evidence: The evidence so far for each candidate, followed by the number of observations
+            that it comes from, for each candidate.
     """
 
     factor: float
@@ -70,13 +71,13 @@ class Discounting(NamedTuple):
 def discount_for(
     model: StreamModel, X: Tensor, Y: Tensor, evidence: tuple[float, ...]
 ) -> Discounting:
-    """The discount that raw observations ask for, of a model that remembers all that it knows.
+    """Choose the discount for raw observations, for a model that keeps all observations.
 
     Args:
         model: The model before it has learnt them.
         X: ``n x d`` inputs.
         Y: ``n x m`` observations.
-        evidence: As for `choose_discount`.
+        evidence: See `choose_discount`.
     """
     new = model.transformed(model.checked(X, Y, None, {}))
     old = model.transformed(model.stream.observations)
@@ -91,19 +92,19 @@ def choose_discount(
     counts: Tensor,
     evidence: tuple[float, ...],
 ) -> Discounting:
-    """The discount that a new batch asks for.
+    """Choose the discount for a new batch.
 
     Args:
         model: The model before it has learnt the batch.
         new: The new observations, as the strategy sees them.
-        old: Those that it remembers.
+        old: The remembered observations.
         counts: ``n``, how often each of these is part of the posterior.
-        evidence: What there was before; may be empty.
+        evidence: The evidence from earlier batches; may be empty.
     """
     evidence = evidence or (0.0,) * (2 * len(CANDIDATES))
     ranks = model.variational_strategy.ranks
     number = ranks.total(len(new))
-    # What has faded is not like the stream any more.
+    # Observations that have faded are no longer representative of the stream.
     lasting = (counts >= 0.5).nonzero().squeeze(-1)
     if not number or ranks.total(len(lasting)) < FEWEST:
         return Discounting(1.0, evidence)
@@ -125,18 +126,18 @@ def choose_discount(
 
 
 def _some(data: Observations) -> Observations:
-    """At most so many observations of a batch as are looked at."""
+    """Return at most `MOST` observations of a batch."""
     step = -(-len(data) // MOST)
     return data.select(slice(None, None, step)) if step > 1 else data
 
 
 class Usual(NamedTuple):
-    """The log of how much more probable parts of the memory are with a candidate.
+    """The log ratios of parts of the memory, as statistics of one candidate.
 
     Attributes:
-        size: How many observations there are in a part.
+        size: The number of observations in a part.
         mean: The mean over parts.
-        deviation: The standard deviation.
+        deviation: The standard deviation over parts.
     """
 
     size: float
@@ -145,13 +146,13 @@ class Usual(NamedTuple):
 
 
 def most_usual(usual: Usual, number: float) -> float:
-    """How much a candidate may well gain by a number of observations if nothing has changed.
+    """Return the gain that a candidate may well have from observations if nothing has changed.
 
-    Two standard deviations more than the mean; nothing, unless that is positive beyond chance.
+    This is the mean plus two standard deviations; zero, unless it is significantly positive.
 
     Args:
-        usual: What it gains by parts of the memory.
-        number: How many observations.
+        usual: The log ratios of parts of the memory.
+        number: The number of observations.
     """
     parts = number / usual.size
     if usual.mean * PARTS**0.5 <= usual.deviation:
@@ -161,13 +162,13 @@ def most_usual(usual: Usual, number: float) -> float:
 
 @torch.no_grad()
 def usual_ratios(model: StreamModel, old: Observations, counts: Tensor, number: int) -> list[Usual]:
-    """How much each candidate gains by parts of what is remembered, each left out.
+    """Return the log ratios of each candidate for parts of the memory, each left out.
 
     Args:
         model: The model.
-        old: The observations that it remembers, as the strategy sees them.
+        old: The remembered observations, as the strategy sees them.
         counts: ``n``, how often each of these is part of the posterior.
-        number: The size of the parts, if there are enough.
+        number: The size of the parts, if there are enough observations.
     """
     strategy, n = model.variational_strategy, len(old)
     ranks, state = strategy.ranks, strategy.state()
@@ -190,12 +191,12 @@ def usual_ratios(model: StreamModel, old: Observations, counts: Tensor, number: 
 
 @torch.no_grad()
 def log_ratios(model: StreamModel, data: Observations, duals: Duals) -> list[float]:
-    """For each candidate the log of how much more probable observations are than without it.
+    """Return, for each candidate, the log ratio of its evidence to that without discount.
 
     Args:
         model: The model.
         data: Observations, as the strategy sees them.
-        duals: The duals of everything known without these observations.
+        duals: The duals of everything learnt without these observations.
     """
     values = [evidence_of(model, data, duals, factor) for factor in (1.0, *CANDIDATES)]
     return [value - values[0] for value in values[1:]]
@@ -203,13 +204,13 @@ def log_ratios(model: StreamModel, data: Observations, duals: Duals) -> list[flo
 
 @torch.no_grad()
 def evidence_of(model: StreamModel, data: Observations, duals: Duals, factor: float) -> float:
-    """The evidence of observations, or a bound of it, if all that is known counted less.
+    """Return the evidence of observations, or a bound of it, after a discount.
 
     Args:
         model: The model.
         data: Observations, as the strategy sees them.
-        duals: The duals of everything known without these observations.
-        factor: How much it counts.
+        duals: The duals of everything learnt without these observations.
+        factor: The discount.
     """
     strategy, likelihood = model.variational_strategy, model.likelihood
     batches = strategy.batches(strategy.state(), replace(data, weights=None), likelihood)
@@ -232,12 +233,12 @@ def evidence_of(model: StreamModel, data: Observations, duals: Duals, factor: fl
 
 @torch.no_grad()
 def fade(model: StreamModel, num_old: int, factor: float) -> None:
-    """Let all that has been learnt count less.
+    """Discount everything that has been learnt.
 
     Args:
         model: The model.
-        num_old: How many of the observations at hand are old; they come first.
-        factor: How much it counts.
+        num_old: The number of old observations among those at hand; they come first.
+        factor: The discount.
     """
     stream = model.stream
     age = stream.fade.clone()

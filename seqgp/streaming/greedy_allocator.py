@@ -1,4 +1,4 @@
-"""Greedy inducing points from many inputs, in memory that grows linearly with their number."""
+"""Greedy choice of inducing points from many inputs, with memory linear in their number."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from seqgp.variational.stationary import covariance_function
 
-#: The largest number of inputs that are looked at; of more, as many are drawn at random.
+#: The maximum number of inputs to choose among. If there are more, a random subset is used.
 MAX_CANDIDATES = 100_000
 
 
 class GreedyAllocator(GreedyVarianceReduction):
-    r"""The inputs with the largest variance given those chosen before.
+    r"""Choose the inputs with the largest variance given those chosen before.
 
     This is BoTorch's `GreedyVarianceReduction`, which evaluates the covariances of all :math:`n`
     inputs: 80 GB for :math:`n = 10^5`. A pivoted Cholesky factorisation only needs the rows
@@ -23,8 +23,8 @@ class GreedyAllocator(GreedyVarianceReduction):
 
     .. math:: L_i = (k_i - L_{<i, i}^T L_{<i}) / \sqrt{v_i}, \qquad v \leftarrow v - L_i^2,
 
-    where :math:`v` are the variances that are left, so that :math:`m` points take :math:`O(n m)`
-    memory and :math:`O(n m^2)` time.
+    where :math:`v` are the remaining variances. So :math:`m` points take :math:`O(n m)` memory and
+    :math:`O(n m^2)` time.
 
     Example:
         >>> X = torch.rand(500, 2, dtype=torch.double)
@@ -43,14 +43,14 @@ class GreedyAllocator(GreedyVarianceReduction):
         input_batch_shape: torch.Size,
         epsilon: float = 1e-6,
     ) -> Tensor:
-        """Choose among inputs of one model.
+        """Choose inducing points among the inputs of one model.
 
         Args:
             inputs: ``n x d`` inputs. Batches are left to BoTorch.
             covar_module: The kernel.
-            num_inducing: The largest number of inducing points.
+            num_inducing: The maximum number of inducing points.
             input_batch_shape: The batch shape of the inputs.
-            epsilon: A variance that is not worth another point.
+            epsilon: Stop when the largest remaining variance is less than this.
 
         Returns:
             ``m x d`` inducing points, at most ``num_inducing``.
@@ -59,7 +59,7 @@ class GreedyAllocator(GreedyVarianceReduction):
             return super().allocate_inducing_points(
                 inputs, covar_module, num_inducing, input_batch_shape
             )
-        if len(inputs) > MAX_CANDIDATES:  # the same ones whatever the global random state
+        if len(inputs) > MAX_CANDIDATES:  # the subset does not depend on the global random state
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randperm(len(inputs), generator=generator, device="cpu")
             inputs = inputs[drawn[:MAX_CANDIDATES].to(inputs.device)]

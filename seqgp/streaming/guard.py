@@ -1,4 +1,4 @@
-"""Threads: reading waits while a finished update replaces the model, and updates take turns."""
+"""Locks for threads: reads wait while a model is replaced, and updates run one at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Guard:
     """The locks of a model and of all conditioned models that share its hyperparameters.
 
-    A copy or a pickle of a model has a guard of its own.
+    A copy or a pickle of a model has a new guard.
 
     Attributes:
-        reading: Held while something is read, and for the moment in which a finished update takes
-            the place of the old state. Learning, which takes long, does not hold it.
+        reading: Held while something is read, and for the moment in which a finished update
+            replaces the old state. Learning, which takes long, does not hold it.
         writing: Held during updates, so that none is lost.
         sharers: Conditioned models that share hyperparameters with the model.
     """
@@ -36,7 +36,7 @@ class Guard:
 
 
 def reads(method: F) -> F:
-    """A decorator for methods that read a model: they see it before or after an update.
+    """Decorate a method that reads a model: it sees the model before or after an update.
 
     Args:
         method: The method of a class whose instances have a ``guard``.
@@ -51,7 +51,7 @@ def reads(method: F) -> F:
 
 
 def writes(method: F) -> F:
-    """A decorator for methods that replace the state of a model: they run one after the other.
+    """Decorate a method that replaces the state of a model: such methods run one at a time.
 
     Args:
         method: The method of a class whose instances have a ``guard``.

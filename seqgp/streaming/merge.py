@@ -1,15 +1,15 @@
-r"""Models of one prior that learnt from different data become one.
+r"""Merging models of one prior that have learnt from different data.
 
-What a model knows is a sum over its observations: the memory, as it is, and the summary, a
-pseudo-likelihood of the function values at its inducing points. So the union of two data sets is
-known by both memories and the sum of both summaries, brought to inducing points in common. If these
-contain those of each model, nothing is lost.
+A posterior is determined by a sum over observations: the memory, and the summary, a
+pseudo-likelihood of the function values at the inducing points. So the union of two data sets is
+represented by both memories and the sum of both summaries, projected onto common inducing points.
+If these contain those of each model, nothing is lost.
 
-With other hyperparameters, the summary of a model is the function of the inducing values that it
-became when its observations were folded: exact in what it says of these values, but the weights
-with which each observation was tied to them, and the sites of observations that are not Gaussian,
-are those of the hyperparameters of that time. This is the approximation that a stream makes when it
-learns.
+The summary of a model stays a fixed function of the inducing values when the hyperparameters
+change. It is exact in its dependence on these values. But the weights with which each observation
+was tied to them, and the sites of observations that are not Gaussian, are those of the
+hyperparameters at which they were folded. This is the same approximation as in a stream that learns
+hyperparameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seqgp.streaming.update import classes_of, sites_and_leverage
 
 Model = TypeVar("Model", bound=StreamModel)
 
-#: Attributes of modules that have to be equal, if they are of one of these types.
+#: Attributes of modules that have to be equal if they have one of these types.
 _PLAIN = (bool, int, float, str, type(None), torch.Size, tuple)
 
 
@@ -50,14 +50,14 @@ def merge_models(
     max_inducing: int | None = None,
     note: Callable[[], object] = lambda: None,
 ) -> Model:
-    """One model that knows what several know; `seqgp.merge` has the documentation.
+    """Merge several models into one; see `seqgp.merge`.
 
     Args:
         models: The models, which are not changed.
         hyperparameters: The index of the model whose hyperparameters are used; by default those
             with the largest bound.
-        memory: What to remember; by default as the first model does.
-        max_inducing: The largest number of inducing points.
+        memory: The memory options; by default those of the first model.
+        max_inducing: The maximum number of inducing points.
         note: Called after each candidate for the hyperparameters, for a progress bar.
     """
     first = models[0]
@@ -80,7 +80,7 @@ def merge_models(
 
 
 def different(models: Sequence[StreamModel]) -> list[int]:
-    """Indices of models, one for each set of hyperparameters that there is among them.
+    """Return the index of one model for each distinct set of hyperparameters.
 
     Args:
         models: The models.
@@ -93,7 +93,7 @@ def different(models: Sequence[StreamModel]) -> list[int]:
     return [index for index, _ in found]
 
 
-# ---------------------------------------------------------------- what can be merged
+# ---------------------------------------------------------------- checks
 
 
 def check_mergeable(models: Sequence[StreamModel]) -> None:
@@ -128,7 +128,7 @@ def check_mergeable(models: Sequence[StreamModel]) -> None:
 
 
 def _difference(first: Any, other: Any) -> str | None:
-    """The reason why two models cannot be merged, ``None`` if they can."""
+    """Return the reason why two models cannot be merged, or ``None`` if they can."""
     if type(first) is not type(other):
         return f"it is a {type(other).__name__}, that a {type(first).__name__}."
     Z, theirs = (m.variational_strategy.inducing_points for m in (first, other))
@@ -165,7 +165,7 @@ def _difference(first: Any, other: Any) -> str | None:
         if one[name] != two.get(name):
             return f"{name} has shape {tuple(two.get(name, ()))}, expected {tuple(one[name])}."
     if first.standardizes_by_default and other.standardizes_by_default and not first.batch_shape:
-        return None  # which is converted
+        return None  # default standardisation is converted
     transforms = [m.outcome_transform for m in (first, other) if hasattr(m, "outcome_transform")]
     if transforms and not _equal(*(dict(transform.named_buffers()) for transform in transforms)):
         return (
@@ -176,7 +176,7 @@ def _difference(first: Any, other: Any) -> str | None:
 
 
 def _modules(model: Module) -> dict[str, Module]:
-    """All modules but the model and its strategy, by name."""
+    """Return all modules except the model and its strategy, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -185,7 +185,7 @@ def _modules(model: Module) -> dict[str, Module]:
 
 
 def _hyperparameters(model: Any) -> dict[str, Tensor]:
-    """Parameters and buffers of all modules but the strategy."""
+    """Return parameters and buffers of all modules except the strategy."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {k: v for k, v in tensors.items() if not k.startswith("variational_strategy.")}
 
@@ -196,13 +196,14 @@ def _equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     )
 
 
-# ---------------------------------------------------------------- how
+# ---------------------------------------------------------------- merging
 
 
 def _in_common_units(models: Sequence[Model]) -> list[Model]:
-    """The models, those that standardise targets by default by the targets of all of them.
+    """Return the models, with default standardisation by the targets of all of them.
 
-    Everything that is known is converted without loss, see `seqgp.streaming.standardization`.
+    Everything that has been learnt is converted without loss; see
+    `seqgp.streaming.standardization`.
     """
     first = models[0]
     if not first.standardizes_by_default or first.batch_shape:
@@ -220,7 +221,7 @@ def _in_common_units(models: Sequence[Model]) -> list[Model]:
 def _join(
     models: Sequence[Model], index: int, replay: float, max_inducing: int
 ) -> tuple[Model, Tensor]:
-    """What several models know, at the hyperparameters of one of them, and its bound."""
+    """Merge models at the hyperparameters of one of them; return the result and its bound."""
     result = copy.deepcopy(models[index])
     strategy, noise = result.variational_strategy, summary_noise(result.likelihood)
     tensors = []
@@ -239,7 +240,7 @@ def _join(
             state = strategy.build(Z)
             here = rebase_summary(strategy.summary, state.basis)
             if strategy.has_summary:
-                # What the common points do not explain of a model's own.
+                # The variance of a model's own points given the common ones.
                 stays = Basis(None, state.chol, torch.zeros_like(state.prior_mean), None)
                 constant = constant + log_constant(strategy.summary, state.basis, noise)
                 constant = constant - log_constant(here, stays, noise)
@@ -247,7 +248,7 @@ def _join(
             summary = here if summary is None else _added(summary, here)
         assert duals is not None
         assert summary is not None
-        if not has_posterior(duals):  # of sites that are not log-concave: start from what is folded
+        if not has_posterior(duals):  # the sites are not log-concave: start from the summary
             duals = Duals(torch.zeros_like(duals.lam), torch.zeros_like(duals.B))
         strategy.store(duals, state, Z, summary)
     result.max_inducing = max_inducing
@@ -262,7 +263,7 @@ def _added(first: Summary, second: Summary) -> Summary:
 
 
 def _in_input_space(points: Tensor, model: Any, result: Any) -> Tensor:
-    """Transformed inputs of one model as another transforms them."""
+    """Return the transformed inputs of one model in the input space of another."""
     own, other = (getattr(m, "input_transform", None) for m in (model, result))
     if own is None or other is None or _equal(own.state_dict(), other.state_dict()):
         return points
@@ -280,7 +281,7 @@ def _in_input_space(points: Tensor, model: Any, result: Any) -> Tensor:
 def _inducing_points(
     model: StreamModel, points: list[Tensor], index: int, max_inducing: int
 ) -> Tensor:
-    """The inducing points of all models: all that add anything, as far as there is room."""
+    """Return the inducing points of all models that add information, up to the maximum number."""
     first = points[index].detach()
     others = [Z.detach() for k, Z in enumerate(points) if k != index and not _same(Z, first)]
     if not others and first.shape[-2] <= max_inducing:
@@ -309,7 +310,7 @@ def _same(Z: Tensor, other: Tensor) -> bool:
 
 
 def _together(models: Sequence[StreamModel], index: int, replay: float) -> StreamState:
-    """The streams of all models as one."""
+    """Concatenate the streams of all models."""
     streams = [model.stream for model in models]
     joined = streams[0]
     for stream in streams[1:]:
@@ -337,7 +338,7 @@ def _together(models: Sequence[StreamModel], index: int, replay: float) -> Strea
 
 
 def _remember(model: StreamModel, memory: MemoryOptions) -> None:
-    """Keep as much as the memory has room for, and fold the rest."""
+    """Keep as many observations as the memory has room for, and fold the others."""
     stream = model.stream
     data = model.transformed(stream.observations)
     sites, leverage = sites_and_leverage(model, data)

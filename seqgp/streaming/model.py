@@ -1,4 +1,4 @@
-"""What an update needs of a model."""
+"""The interface of a model that updates need."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class StreamModel(Protocol):
     memory_options: MemoryOptions
     max_inducing: int
     inducing_point_allocator: InducingPointAllocator | None
-    #: Columns in which inducing points only have values that have been observed.
+    #: Columns in which inducing points only have observed values.
     discrete_dims: tuple[int, ...]
-    #: Whether targets are standardised although the user has not asked for it.
+    #: Whether targets are standardised by default, and not by the user's choice.
     standardizes_by_default: bool
     #: Whether the user has passed inducing points as a tensor.
     keeps_inducing_points: bool
-    #: Whether inducing points are moved by gradient.
+    #: Whether inducing points are optimised by gradient.
     fits_inducing_points: bool
     #: Whether inducing points may be replaced.
     changes_inducing_points: bool
@@ -61,23 +61,23 @@ class StreamModel(Protocol):
         ...
 
     def check_not_fantasy(self) -> None:
-        """Raise if the model is a conditioned one."""
+        """Raise if the model is a conditioned (fantasy) model."""
         ...
 
     def checked(
         self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
     ) -> Observations:
-        """New observations as the model stores them, checked."""
+        """Check new observations, and return them as the model stores them."""
         ...
 
     def transformed(self, observations: Observations) -> Observations:
-        """Stored observations as the strategy sees them."""
+        """Return stored observations as the strategy sees them."""
         ...
 
     def refresh(
         self, tol: float = 1e-8, max_steps: int | None = None, start: Sites | None = None
     ) -> Tensor:
-        """Converge the sites of the stored observations; returns the bound."""
+        """Converge the sites of the stored observations, and return the bound."""
         ...
 
     def bound(
@@ -89,25 +89,25 @@ class StreamModel(Protocol):
         exact: bool = False,
         with_past: bool = True,
     ) -> tuple[Tensor, Sites]:
-        """The bound of stored observations and summary, maximised over q."""
+        """Return the bound of stored observations and summary, maximised over q."""
         ...
 
     def log_target_scale(self) -> Tensor | None:
-        """``[m x] 1``, the log of how much larger observations are than stored targets."""
+        """Return ``[m x] 1``, the log of the ratio of observations to stored targets in scale."""
         ...
 
     def note_hyperparameters(self) -> None:
-        """Note that the posterior belongs to the present hyperparameters and transforms."""
+        """Record that the posterior belongs to the present hyperparameters and transforms."""
         ...
 
     def hyperparameter_values(self) -> dict[str, Tensor]:
-        """Copies of all parameters that can be learnt, but for inducing points, by name."""
+        """Return copies of all learnable parameters except inducing points, by name."""
         ...
 
     def set_hyperparameters(self, values: dict[str, Tensor]) -> None:
-        """Give parameters other values."""
+        """Set the values of parameters."""
         ...
 
     def constrained_hyperparameters(self) -> dict[str, Tensor]:
-        """All hyperparameters by name."""
+        """Return all hyperparameters by name, with their constraints applied."""
         ...

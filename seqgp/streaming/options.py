@@ -1,4 +1,4 @@
-"""Options of an update: checked when they are made, before anything is changed."""
+"""Options of an update, which are checked when they are created."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ OPTIMIZERS = ("lbfgs", "adam")
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """How a model learns from the next batch of a stream; `SequentialGP.update` explains them.
+    """How a model learns from the next batch of a stream; see `SequentialGP.update`.
 
     Attributes:
-        memory: What to remember; ``None`` for the model's ``memory_options``.
+        memory: Which observations to keep; ``None`` for the model's ``memory_options``.
         learn: Whether to learn hyperparameters.
         optimizer: ``"lbfgs"`` or ``"adam"``.
-        steps: The largest number of its steps; ``None`` for the default of the optimiser.
+        steps: The maximum number of optimiser steps; ``None`` for the optimiser's default.
         tol: L-BFGS stops when a step raises the bound by less than this, in nats.
         learning_rate: Adam's learning rate.
-        inducing: What becomes of the inducing points before learning, a rule or its name; ``None``
-            for the default.
-        max_inducing: Their largest number; ``None`` for the model's.
-        discount: Factor for all that was learnt before, or ``"auto"``.
-        site_steps: The largest number of passes over the data for each convergence of the sites.
+        inducing: The rule for the inducing points, or its name; ``None`` for the default.
+        max_inducing: Their maximum number; ``None`` for the model's.
+        discount: The factor for everything learnt before, or ``"auto"``.
+        site_steps: The maximum number of passes over the data each time the sites are converged.
     """
 
     memory: MemoryOptions | int | None = None

@@ -1,22 +1,22 @@
-r"""The rule of the paper, for comparison: tied duals held, memory weighted, memory growing.
+r"""The update rule of the paper, for comparison: fixed duals, and a growing, weighted memory.
 
 One update (Chang et al., 2023, Algorithm 1), with duals :math:`\lambda = \sum_i k_{zi} \lambda_i`
 and :math:`B = \sum_i k_{zi} \beta_i k_{zi}^T` of all data so far:
 
-1. inducing points by pivoted Cholesky of old ones and new inputs, if asked for, and
+1. if requested, inducing points by pivoted Cholesky of old ones and new inputs, and
    :math:`\lambda \leftarrow P \lambda`, :math:`B \leftarrow P B P^T`,
    :math:`P = K_{z'z} K_{zz}^{-1}`;
-2. the memory's contribution under the present posterior is taken out;
+2. the memory's contribution under the present posterior is subtracted;
 3. natural-gradient steps :math:`(\lambda, B) \leftarrow (1 - \rho) (\lambda, B) + \rho
    [(\lambda, B)_{\setminus M} + \sum_{new, M} \dots]`;
 4. Adam on :math:`\sum_{new} E_q \log p(y_i | f_i) + \frac{n_{old}}{n_M} \sum_M E_q \log p(y_i |
-   f_i) - \mathrm{KL}`, with :math:`\lambda` and :math:`B` themselves held fixed, so that the
-   pseudo-data that they stand for change along with the hyperparameters;
+   f_i) - \mathrm{KL}`, with fixed :math:`\lambda` and :math:`B`, so that the pseudo-data that they
+   represent change with the hyperparameters;
 5. some of the new points, drawn by leverage, join the memory.
 
-Step 2 is left out by ``PaperRule(removes_memory=False)``, as the authors do for split MNIST: with
-classes that come and go the memory's sites under the present posterior are not those that its
-points came with, and without them there may be no posterior. The memory then counts anew at each
+``PaperRule(removes_memory=False)`` omits step 2, as the authors do for split MNIST. If classes come
+and go, the memory's sites under the present posterior are not those that its points were added
+with, and there may be no posterior after subtracting them. The memory then counts again at each
 update.
 """
 
@@ -51,15 +51,15 @@ from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import Batch, Learned, Plan, UpdateRule
 from seqgp.variational.optimise import adam, shared_loss
 
-#: Step size and number of natural-gradient steps, for Gaussian likelihoods and for others.
+#: Step size and number of natural-gradient steps, for Gaussian and for other likelihoods.
 NATURAL_GRADIENT_STEPS = {True: (0.8, 2), False: (0.5, 4)}
 
 
 class PaperRule(UpdateRule):
-    """The paper's rule; Adam is part of it.
+    """The paper's update rule, which includes Adam.
 
     Args:
-        removes_memory: Whether the memory's contribution is taken out first (step 2).
+        removes_memory: Whether the memory's contribution is subtracted first (step 2).
     """
 
     name = "paper"
@@ -69,24 +69,24 @@ class PaperRule(UpdateRule):
         self.removes_memory = removes_memory
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
-        """Raise for a discount and for replay, which the paper does not have."""
+        """Raise for a discount and for replay, which the paper's rule does not support."""
         if options.discount != 1:
             raise ValueError('discount: not supported with mode="paper".')
         if memory.replay:
             raise ValueError('replay: not supported with mode="paper"; pass replay=0.')
 
     def learns_by_default(self, learn: bool | None) -> bool | None:
-        """At every update."""
+        """Learn at every update, unless the user decides otherwise."""
         return True if learn is None else learn
 
     def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
-        """Moved by gradient if hyperparameters are learnt."""
+        """Optimise the inducing points by gradient if hyperparameters are learnt."""
         return Keep(moves=may_change)
 
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
-        """Steps 2 to 4."""
+        """Run steps 2 to 4."""
         natural_gradient(model, batch.data, batch.num_old if self.removes_memory else 0)
         mll, parameters, bounds = learnable(model, plan.moves_Z)
         strategy = model.variational_strategy
@@ -98,7 +98,7 @@ class PaperRule(UpdateRule):
         steps = steps if plan.decision.learn and parameters else 0
 
         def loss() -> Tensor:
-            # Anew each time: inputs may be transformed by what is learnt.
+            # Transform again each time: the input transform may change.
             data = model.transformed(model.stream.observations)
             bound, _ = weighted_bound(model, data, tied, weights)
             return -mll.with_priors(bound, 1).sum()
@@ -120,7 +120,7 @@ class PaperRule(UpdateRule):
     def remember(
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
     ) -> None:
-        """Step 5: reduce the training data to the memory, and keep the rest of the duals apart."""
+        """Run step 5: reduce the data to the memory, and store the other duals separately."""
         strategy = model.variational_strategy
         num_gone = strategy.ranks.total(len(batch.data) - len(kept))
         model.stream = model.stream.select(kept)
@@ -143,7 +143,7 @@ def _without(duals: Duals, part: Duals) -> Duals:
 
 
 def _contribution(model: StreamModel, data: Observations) -> Duals:
-    """The duals of observations with their sites under the present posterior."""
+    """Return the duals of observations with their sites under the present posterior."""
     strategy = model.variational_strategy
     sites, _ = strategy.sites(data, likelihood=model.likelihood)
     own = tie(strategy.batch(strategy.state(), data, model.likelihood).A, sites)
@@ -152,12 +152,12 @@ def _contribution(model: StreamModel, data: Observations) -> Duals:
 
 @torch.no_grad()
 def natural_gradient(model: StreamModel, data: Observations, num_removed: int) -> None:
-    """Steps 2 and 3.
+    """Run steps 2 and 3.
 
     Args:
         model: The model.
         data: Memory and new observations.
-        num_removed: How many of them, the first ones, are taken out first.
+        num_removed: The number of observations, from the first one, to subtract first.
     """
     strategy, likelihood = model.variational_strategy, model.likelihood
     state = strategy.state()
@@ -182,12 +182,12 @@ def natural_gradient(model: StreamModel, data: Observations, num_removed: int) -
 def weighted_bound(
     model: StreamModel, data: Observations, tied: Duals, weights: Tensor
 ) -> tuple[Tensor, Duals]:
-    """The objective of step 4, and the tied duals in the whitened basis of now.
+    """Return the objective of step 4, and the tied duals in the present whitened basis.
 
     Args:
         model: The model.
         data: Its observations.
-        tied: ``lam`` and ``B``, which are held fixed.
+        tied: ``lam`` and ``B``, which stay fixed.
         weights: ``n`` weights of the observations.
     """
     strategy = model.variational_strategy

@@ -1,9 +1,9 @@
-r"""How much of what has been folded the memory stands for.
+r"""Replay: how much of the folded observations the memory represents.
 
-An observation that is not Gaussian is folded with the site that it has at that time. If the
-posterior moves on, the site grows stale. The worst case is a stream of one class, followed by
-another: where everything is certain, sites have no curvature, so that the summary of the first
-class does not object to the second one.
+An observation that is not Gaussian is folded with its site at that time. If the posterior changes
+later, the site becomes stale. The worst case is a stream of one class, followed by another: where
+the model is certain, sites have no curvature, so the summary of the first class does not oppose the
+second one.
 
 The memory is a sample of the stream, and its sites are always current. Each remembered observation
 stands for :math:`n_i` observations of the stream. If the summary :math:`t` does not count, the
@@ -12,11 +12,11 @@ posterior is proportional to
 .. math:: p(f) \prod_i p(y_i \mid f_i)^{n_i^\rho}
 
 With :math:`\rho = 1` every observation of the stream counts once in expectation. But an observation
-that counts many times says no more about :math:`f` elsewhere than one that counts once: if the
-memory is a small part of the stream, the posterior becomes too certain. With :math:`\rho = 0` it is
-that of the memory alone. With the summary nothing is lost to sampling; without it nothing is stale.
-Which one predicts better is asked of the observations at hand, each left out with all that it
-counts for.
+that counts many times contains no more information about :math:`f` elsewhere than one that counts
+once: if the memory is a small part of the stream, the posterior becomes too certain. With
+:math:`\rho = 0` it is the posterior given the memory alone. With the summary nothing is lost to
+sampling; without it nothing is stale. The choice is made by leave-one-out densities of the
+observations at hand, where each is left out with its full weight.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from seqgp.likelihoods.traits import is_conjugate
 from seqgp.streaming.learning import is_better, stream_densities
 from seqgp.streaming.model import StreamModel
 
-#: Powers of how many observations each one stands for. The others are tried if the first is better.
+#: Candidates for the power :math:`\rho`. The others are tried if the first is better.
 POWERS = (0.5, 0.0, 1.0)
-#: How many standard errors make the summary stale. It is asked often, so that two are too few. A
-#: summary that has been stale stays out as long as the memory predicts better at all.
+#: Standard errors by which the memory has to be better. The test is frequent, so two are too few.
+#: A summary that was stale stays out as long as the memory predicts better at all.
 CERTAINTY = 3.0
 #: The memory has to stand for at least this share of the stream.
 LEAST_SHARE = 0.5
 
 
 def choose_replay(model: StreamModel, stream_size: int, max_steps: int | None = None) -> None:
-    """Let the memory stand for what has been folded if the summary has grown stale.
+    """Let the memory replace the summary if the summary has become stale.
 
     Args:
-        model: The model, whose posterior is that of the chosen replay afterwards.
-        stream_size: How many observations there have been, including those at hand.
-        max_steps: The largest number of passes over the data for each candidate.
+        model: The model, whose posterior is afterwards that of the chosen replay.
+        stream_size: The number of observations so far, including those at hand.
+        max_steps: The maximum number of passes over the data for each candidate.
     """
     strategy, before = model.variational_strategy, model.stream
     if is_conjugate(model.likelihood) or not strategy.has_summary:
@@ -61,7 +61,7 @@ def choose_replay(model: StreamModel, stream_size: int, max_steps: int | None = 
                 model.refresh(max_steps=max_steps)
                 return stream_densities(model)
         except (FloatingPointError, NanError, NotPSDError):
-            return None  # a replay without a posterior is no candidate
+            return None  # a replay without a posterior is not a candidate
 
     with_summary = densities(0.0)
 

@@ -1,4 +1,4 @@
-"""The two rules by which a batch of a stream is learnt, behind one interface."""
+"""The interface of update rules, and the default rule."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Batch(NamedTuple):
     """The observations of an update.
 
     Attributes:
-        data: Remembered and new ones, as the strategy sees them.
-        num_old: How many are remembered; they come first.
-        stands_for: For how much of the summary each remembered one stands; ``None`` for nothing.
+        data: Remembered and new observations, as the strategy sees them.
+        num_old: The number of remembered observations; they come first.
+        stands_for: The share of the summary that each remembered one stands for; ``None`` for none.
     """
 
     data: Observations
@@ -35,13 +35,13 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a rule is to do.
+    """Instructions for an update rule.
 
     Attributes:
         decision: Whether to learn hyperparameters.
-        moves_Z: Whether inducing points are moved by gradient.
-        place: Chooses inducing points for the present hyperparameters of a model; with ``True``,
-            enough for others, too.
+        moves_Z: Whether inducing points are optimised by gradient.
+        place: Chooses inducing points for the present hyperparameters of a model. With ``True``,
+            it chooses enough for other hyperparameters, too.
         tol: The relative tolerance of the sites if hyperparameters are not learnt.
     """
 
@@ -52,12 +52,12 @@ class Plan(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What learning did.
+    """The result of learning.
 
     Attributes:
-        steps: Evaluations of the objective for hyperparameters.
+        steps: Number of evaluations of the objective for hyperparameters.
         bound: The bound at the end.
-        outcome: What was done to the hyperparameters, in words.
+        outcome: What happened to the hyperparameters, in words.
     """
 
     steps: int
@@ -66,22 +66,22 @@ class Learned(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """How memory and new observations are learnt, and how those that are not kept are folded."""
+    """A rule to learn memory and new observations, and to fold those that are not kept."""
 
-    #: The short name, which a stream remembers: it is learnt by one rule.
+    #: The short name. A stream stores it, since all of its updates have to use one rule.
     name: str
     #: Whether the default standardisation of the targets follows the stream.
     follows_scale = True
-    #: Whether the memory may stand for some of what has been folded.
+    #: Whether the memory may replace some of the summary.
     chooses_replay = True
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
-        """Raise if the rule does not know some of the options.
+        """Raise if the rule does not support some of the options.
 
         Args:
             model: The model to be updated.
             options: The options.
-            memory: What to remember.
+            memory: The memory options.
         """
         if memory.replay and is_conjugate(model.likelihood):
             raise ValueError(
@@ -90,33 +90,33 @@ class UpdateRule(ABC):
             )
 
     def learns_by_default(self, learn: bool | None) -> bool | None:
-        """Whether to learn hyperparameters if the user does not say; ``None`` to decide by data.
+        """Return whether to learn hyperparameters; ``None`` to let the data decide.
 
         Args:
-            learn: What the user says.
+            learn: The user's choice; ``None`` for no preference.
         """
         return learn
 
     @abstractmethod
     def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
-        """What becomes of the inducing points if the user does not say.
+        """Return the default rule for the inducing points.
 
         Args:
-            may_change: Whether they may be others.
-            moves: Whether the user wants them to be moved by gradient.
+            may_change: Whether they may change.
+            moves: Whether the user wants them to be optimised by gradient.
         """
 
     @abstractmethod
     def learn(
         self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
-        """Learn hyperparameters, if that is the plan, and converge the posterior.
+        """Learn hyperparameters, if the plan says so, and converge the posterior.
 
         Args:
             model: The model, which holds remembered and new observations.
             batch: The same observations.
             options: The options.
-            plan: What to do.
+            plan: The instructions.
         """
 
     @abstractmethod
@@ -128,17 +128,17 @@ class UpdateRule(ABC):
         Args:
             model: The model.
             batch: All of its observations.
-            kept: Indices of those to keep.
-            sites: The sites of all.
+            kept: Indices of the observations to keep.
+            sites: The sites of all observations.
             options: The options.
         """
 
 
 class PseudoLikelihood(UpdateRule):
-    """What has been folded is a fixed function of the inducing values that it was folded with.
+    """The default rule: the summary is a fixed function of the inducing values of its own basis.
 
-    That function, a Gaussian pseudo-likelihood, is held fixed while hyperparameters and inducing
-    points move; the memory's sites are converged anew.
+    That function, a Gaussian pseudo-likelihood, stays fixed while hyperparameters and inducing
+    points change. The memory's sites are converged again.
 
     Args:
         bounds_new_classes: Whether to fold sites of a softmax such that the model can still learn
@@ -151,7 +151,7 @@ class PseudoLikelihood(UpdateRule):
         self.bounds_new_classes = bounds_new_classes
 
     def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
-        """As many as the data need, unless nothing is to change but the posterior."""
+        """Add as many points as the data need, unless only the posterior may change."""
         return Exchange(moves=moves) if may_change else Keep()
 
     def learn(
@@ -174,14 +174,14 @@ class PseudoLikelihood(UpdateRule):
     def remember(
         self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
     ) -> None:
-        """Fold what is not kept, and let the posterior follow if that changes it."""
+        """Fold what is not kept, and update the posterior if that changes it."""
         unseen = unseen_classes(model) if self.bounds_new_classes else None
         changed = fold_all_but(model, batch.data, kept, sites, unseen)
-        # What is folded keeps its sites, so the posterior stays, unless the memory counts for what
-        # has been folded.
+        # Folded observations keep their sites, so the posterior stays the same, unless the memory
+        # replaces part of the summary.
         if changed or model.stream.replay:
             steps = options.site_steps
-            model.refresh(max_steps=None if steps is None else -(-steps // 2))  # it is not far
+            model.refresh(max_steps=None if steps is None else -(-steps // 2))  # close already
 
 
 def fold_all_but(
@@ -191,7 +191,7 @@ def fold_all_but(
     sites: Sites,
     unseen: Tensor | None,
 ) -> bool:
-    """Fold what is not kept into the summary, with its sites, but for those of new classes.
+    """Fold observations that are not kept, with their sites, except for latents of new classes.
 
     When a new class appears, its latent function increases somewhere. Where another class is
     certain, its own sites have no curvature and would not prevent this. The sites of a lower bound
@@ -200,20 +200,20 @@ def fold_all_but(
     Args:
         model: The model.
         data: All of its observations, as the strategy sees them.
-        kept: Indices of those to keep.
-        sites: The sites of all.
-        unseen: ``c``, which classes have not been observed yet.
+        kept: Indices of the observations to keep.
+        sites: The sites of all observations.
+        unseen: ``c`` flags for the classes that have not been observed yet.
 
     Returns:
-        Whether the posterior is another now: because of such sites, or of those of negative
-        precision, which cannot be folded and have been cut off.
+        Whether the posterior has changed: because of sites of a bound, or because negative
+        precisions, which cannot be folded, have been clipped to zero.
     """
     n, strategy = len(data), model.variational_strategy
     some = strategy.ranks.total(n - len(kept)) > 0
     if some:
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
-        index = gone.argsort(stable=True)[len(kept) :]  # without asking the device
+        index = gone.argsort(stable=True)[len(kept) :]  # without a host synchronisation
         if unseen is not None:
             sites, _ = strategy.sites(data, likelihood=model.likelihood, unseen=unseen)
         weights = model.stream.fade if model.stream.fades else None
@@ -226,11 +226,11 @@ def fold_all_but(
 
 
 def note_classes(model: StreamModel, targets: Tensor | None = None) -> None:
-    """Remember which classes of a softmax there have been.
+    """Record which classes of a softmax have been observed.
 
     Args:
         model: The model.
-        targets: Some targets; by default those at hand.
+        targets: The targets; by default those at hand.
     """
     if is_softmax(model.likelihood):
         stream = model.stream
@@ -241,7 +241,7 @@ def note_classes(model: StreamModel, targets: Tensor | None = None) -> None:
 
 
 def unseen_classes(model: StreamModel) -> Tensor | None:
-    """``c``, which classes of a softmax have not been observed; ``None`` if all have.
+    """Return ``c`` flags for the unobserved classes of a softmax; ``None`` if there are none.
 
     Args:
         model: The model.
@@ -257,14 +257,14 @@ def unseen_classes(model: StreamModel) -> Tensor | None:
 
 
 def stands_for(model: StreamModel, data: Observations) -> Tensor | None:
-    """For how much of the summary each remembered observation stands.
+    """Return the share of the summary that each remembered observation stands for.
 
     One that was kept with probability ``p`` stands for ``1/p - 1`` others like it, which have been
-    folded with about the precision that its own site has now.
+    folded with about the present precision of its own site.
 
     Args:
         model: The model before new observations have been added.
-        data: What it remembers, as the strategy sees it.
+        data: The remembered observations, as the strategy sees them.
     """
     strategy, stream = model.variational_strategy, model.stream
     if not stream.num_held or not strategy.has_summary:

@@ -1,9 +1,9 @@
-r"""The default `Standardize` follows the stream.
+r"""The default `Standardize`, adapted along a stream.
 
-Its statistics are those of all targets so far, also of those that have been folded. They are
-brought up to date whenever hyperparameters are learnt. From targets :math:`t` to :math:`t' = a t +
-b`, everything that is known is converted without loss: the targets at hand, and the summary, which
-is a function of :math:`f' = a f + b` as well as of :math:`f`.
+Its statistics are those of all targets so far, including folded ones. They are updated whenever
+hyperparameters are learnt. From targets :math:`t` to :math:`t' = a t + b`, everything is converted
+without loss: the targets at hand, and the summary, which can be written as a function of
+:math:`f' = a f + b` as well as of :math:`f`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 def note_scale(model: StreamModel, new: Observations) -> None:
-    """Count new targets among those whose mean and standard deviation are known.
+    """Add new targets to the moments of all targets.
 
     Args:
         model: The model.
@@ -46,11 +46,11 @@ def note_scale(model: StreamModel, new: Observations) -> None:
 
 @torch.no_grad()
 def moments_of(model: StreamModel, num_new: int = 0) -> Moments:
-    """The moments of all targets that a model has learnt.
+    """Return the moments of all targets that a model has learnt.
 
     Args:
         model: The model.
-        num_new: How many of the observations at hand, the last ones, do not count yet.
+        num_new: The number of observations at hand, from the last one, that do not count yet.
     """
     if model.stream.moments is not None:
         return Moments(*model.stream.moments)
@@ -60,13 +60,13 @@ def moments_of(model: StreamModel, num_new: int = 0) -> Moments:
 
 
 def _of_all(model: StreamModel, own: Moments) -> Moments:
-    """The moments of the targets of all ranks."""
+    """Return the moments of the targets of all ranks."""
     rows = model.variational_strategy.ranks.gather(torch.stack(list(own)).unsqueeze(0), 0)
     return pooled([Moments(*row) for row in rows])
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
-    """The moments of several sets of numbers together.
+    """Return the moments of the union of several sets of numbers.
 
     Args:
         parts: The moments of each.
@@ -76,7 +76,7 @@ def pooled(parts: Sequence[Moments]) -> Moments:
 
 @torch.no_grad()
 def set_statistics(model: StreamModel, known: Moments) -> None:
-    """Let the transform standardise by given moments of the targets; nothing else is converted.
+    """Set the statistics of the transform to given moments; nothing else is converted.
 
     Args:
         model: The model.
@@ -91,7 +91,7 @@ def set_statistics(model: StreamModel, known: Moments) -> None:
             f"Y: the mean or the standard deviation of all observations overflows in {scale.dtype}."
             " Nothing has been changed; scale the observations."
         )
-    usable = (known.number > 1) & (scale > 1e-8)  # as Standardize has it
+    usable = (known.number > 1) & (scale > 1e-8)  # as in Standardize
     scale, mean = torch.where(usable, scale, old_scale), torch.where(usable, known.mean, old_mean)
     statistics = {"means": mean, "stdvs": scale, "_stdvs_sq": scale.square()}
     shape = transform.means.shape
@@ -102,10 +102,10 @@ def set_statistics(model: StreamModel, known: Moments) -> None:
 
 @torch.no_grad()
 def restandardize(model: StreamModel) -> None:
-    """Standardise by the targets that there have been so far.
+    """Standardise by all targets so far.
 
     Args:
-        model: The model, all of whose modules are its own.
+        model: The model, which shares no module with another one.
     """
     assert model.stream.moments is not None
     old_mean, old_scale = (each.clone() for each in _statistics(model))
@@ -122,7 +122,7 @@ def restandardize(model: StreamModel) -> None:
     model.stream = replace(model.stream, observations=held)
     noise_free = summary_noise(model.likelihood) is not None
     model.variational_strategy.rescale(a, b, noise_free)
-    # What was learnt in the old units.
+    # Convert parameters that were learnt in the old units.
     if isinstance(model.mean_module, ConstantMean):
         constant = model.mean_module.constant
         model.mean_module.constant = constant * a.reshape(constant.shape) + b.reshape(
@@ -137,7 +137,7 @@ def restandardize(model: StreamModel) -> None:
 
 
 def _statistics(model: StreamModel) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the transform, ``[m]`` each."""
+    """Return mean and standard deviation of the transform, ``[m]`` each."""
     transform = model.outcome_transform
     assert isinstance(transform, Standardize)
     mean, scale = transform.means.flatten(), transform.stdvs.flatten()
@@ -146,12 +146,12 @@ def _statistics(model: StreamModel) -> tuple[Tensor, Tensor]:
 
 
 def moments(targets: Tensor, mean: Tensor, scale: Tensor) -> Moments:
-    """The moments of targets as they were observed.
+    """Return the moments of targets in their original units.
 
     Args:
         targets: ``[m x] n`` transformed targets, some of which may be missing.
-        mean: ``[m]``, by which they were transformed.
-        scale: ``[m]``, likewise.
+        mean: ``[m]``, the mean that was subtracted.
+        scale: ``[m]``, the standard deviation that they were divided by.
     """
     seen = ~targets.isnan()
     number = seen.sum(-1).to(scale)
@@ -162,7 +162,7 @@ def moments(targets: Tensor, mean: Tensor, scale: Tensor) -> Moments:
 
 
 def _together(first: Moments, second: Moments) -> Moments:
-    """Of both (Chan, Golub and LeVeque, 1983)."""
+    """Return the moments of the union of two sets (Chan, Golub and LeVeque, 1983)."""
     number = first.number + second.number
     share = second.number / number.clamp_min(1)
     shift = second.mean - first.mean

@@ -33,8 +33,8 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
     likelihood, Titsias' collapsed bound). Alternate it with `DualVariationalStrategy.converge` or
     `natural_gradient_step`. In a training loop with `DualNGD`, it is the same as GPyTorch's.
 
-    Expectations are deterministic for every likelihood, also for those of several latents, for
-    which GPyTorch would draw samples.
+    Expectations are deterministic for every likelihood, including those with several latents, for
+    which GPyTorch draws samples.
 
     Args:
         likelihood: The likelihood.
@@ -86,13 +86,13 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
     def forward(
         self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any
     ) -> Tensor | tuple[Tensor, ...]:
-        """The bound divided by the number of observations.
+        """Return the bound divided by the number of observations.
 
         Args:
             approximate_dist_f: ``q(f)`` at the ``n`` inputs, as the model returns it.
             target: ``... x n`` targets.
-            kwargs: Per-point arguments of the likelihood, besides those that a model reads off its
-                inputs.
+            kwargs: Per-point arguments of the likelihood, except for those that a model takes from
+                its inputs.
 
         Returns:
             A tensor of the batch shape of model and data.
@@ -113,7 +113,7 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         return log_likelihood - kl + log_prior - sum(added)
 
     def with_priors(self, bound: Tensor, num_data: int) -> Tensor:
-        """A bound that is summed over all data, plus the log priors, per observation.
+        """Return a bound over all data plus the log priors, per observation.
 
         Args:
             bound: A tensor of the batch shape of model and data.
@@ -124,15 +124,15 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         return (bound + ranks.shared(self._log_prior(bound))) / num_data - added
 
     def _added(self, ranks: Ranks) -> list[Tensor]:
-        """Loss terms that modules of the model have added."""
+        """Return the added loss terms of the model's modules."""
         return [ranks.shared(term.loss()) for term in self.model.added_loss_terms()]
 
     def _log_prior(self, like: Tensor) -> Tensor:
-        """Unlike in GPyTorch's bounds: each prior once, in a batch of models to each its own."""
+        """Return log priors. Unlike in GPyTorch, each counts once, for the model it belongs to."""
         log_prior = torch.zeros_like(like)
         for _, module, prior, closure, _ in self.named_priors():
             term = prior.log_prob(closure(module))
-            # Parameters of a batch of models lead with its shape; all others belong to each.
+            # Parameters of a batch of models have its shape in front; others are shared.
             batched = term.shape[: like.dim()] == like.shape and getattr(
                 module, "batch_shape", True
             )
@@ -141,7 +141,7 @@ class DualELBO(_ApproximateMarginalLogLikelihood):
         return log_prior
 
     def named_priors(self) -> Iterator[tuple[str, Any, Any, Any, Any]]:
-        """As in GPyTorch, but a likelihood that is the model's own counts once."""
+        """Yield priors as GPyTorch does, but those of the model's own likelihood only once."""
         seen = set()
         for name, module, prior, closure, setting_closure in super().named_priors():
             key = (id(module), name.rpartition(".")[2])

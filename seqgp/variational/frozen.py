@@ -1,4 +1,4 @@
-"""Modules as they are now, for results that are evaluated later."""
+"""Modules frozen at their present values, for results that are evaluated later."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ M = TypeVar("M", bound=Module)
 
 
 def frozen(module: M) -> M:
-    """A module that keeps the present values of its parameters, without copying them.
+    """Return a module that keeps the present values of its parameters, without copying them.
 
     Its tensors are views of those of the module: gradients reach the parameters, and values that
-    are written into these later are seen. But a parameter that is given *other memory*, as
-    `seqgp.streaming.draft.adopt` does, leaves the views with what it had.
+    are later written in place are visible. But if a parameter gets *other memory*, as in
+    `seqgp.streaming.draft.adopt`, the views keep the old memory.
 
     Args:
         module: The module, which is not changed.
@@ -26,14 +26,13 @@ def frozen(module: M) -> M:
 
 
 def with_same_tensors(module: M, copies: dict[int, Module]) -> M:
-    """A copy of a module with the very same parameters.
+    """Return a copy of a module that has the same parameters, not copies of them.
 
-    To evaluate a kernel is not safe in two threads at once: GPyTorch sets its ``active_dims`` aside
-    meanwhile.
+    Evaluating a kernel is not thread-safe: GPyTorch temporarily removes its ``active_dims``.
 
     Args:
         module: The module, which is not changed.
-        copies: Copies that have been made so far, by the identity of the originals.
+        copies: Copies that have already been made, by the identity of the originals.
     """
     return _copy(module, copies, lambda tensor: tensor)
 

@@ -1,4 +1,4 @@
-"""Covariances of posteriors, lazily and with shared parts."""
+"""Lazy covariances of posteriors, with shared parts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PosteriorCovariance(LinearOperator):
         A: ``... x m x n`` whitened cross-covariance.
         explained: ``... x m x n``, ``E = (I - W^-1) A``.
         jitter: ``... x n``.
-        reduction: ``... x r x n``, what observations outside of Z take away; ``r`` may be zero.
-        sign: ``r x 1``, the diagonal of ``S``: what they take away, or add.
+        reduction: ``... x r x n``, the effect of observations outside of Z; ``r`` may be zero.
+        sign: ``r x 1``, the diagonal of ``S``: 1 where the covariance falls, -1 where it grows.
         batch_shape: The batch shape of the result, if it is larger than those of the terms.
     """
 
@@ -56,7 +56,7 @@ class PosteriorCovariance(LinearOperator):
         return torch.Size([*self._full_batch_shape, *self.prior.shape[-2:]])
 
     def __add__(self, other: Any) -> LinearOperator:
-        """With independent noise, which is more on the diagonal."""
+        """Add a diagonal, such as independent noise, to the jitter."""
         if not isinstance(other, DiagLinearOperator):
             return super().__add__(other)
         jitter = self.jitter + other.diagonal(dim1=-1, dim2=-2)
@@ -64,7 +64,7 @@ class PosteriorCovariance(LinearOperator):
         return PosteriorCovariance(*terms, batch_shape=self._full_batch_shape)
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        # Symmetric in value; as a function of A and E, so that derivatives are right, it is not.
+        # The value is symmetric, but the derivatives with respect to A and E are not.
         terms = (self.prior.mT, self.explained, self.A, self.jitter, self.reduction, self.sign)
         return PosteriorCovariance(*terms, batch_shape=self._full_batch_shape)
 
@@ -74,7 +74,7 @@ class PosteriorCovariance(LinearOperator):
         return (value - (self.sign * self.reduction.square()).sum(-2)).expand(self.shape[:-1])
 
     def to_dense(self) -> Tensor:
-        """The ``... x n x n`` matrix."""
+        """Return the ``... x n x n`` matrix."""
         value = to_dense(self.prior) + torch.diag_embed(self.jitter) - self.A.mT @ self.explained
         return (value - self.reduction.mT @ (self.sign * self.reduction)).expand(self.shape)
 
@@ -91,10 +91,10 @@ class PosteriorCovariance(LinearOperator):
         terms = (self.prior, self.A, self.explained, self.jitter, self.reduction, self.sign)
         return PosteriorCovariance(*terms, batch_shape=torch.Size(batch_shape))
 
-    # Whatever rearranges batches or picks elements works on terms of one common batch shape.
+    # Operations that rearrange batches or pick elements need terms of one common batch shape.
 
     def _written_out(self) -> LinearOperator:
-        # The prior dense: a lazy kernel's inputs may lack the batch dimensions of the kernel.
+        # The prior becomes dense: a lazy kernel's inputs may lack the kernel's batch dimensions.
         prior = to_linear_operator(to_dense(self.prior))
         terms = prior + MatmulLinearOperator(-self.A.mT, self.explained)
         terms = terms + MatmulLinearOperator(-self.reduction.mT, self.sign * self.reduction)
@@ -120,21 +120,21 @@ class PosteriorCovariance(LinearOperator):
         return self._written_out()._permute_batch(*dims)
 
     def repeat(self, *sizes: Any) -> LinearOperator:
-        """As `torch.Tensor.repeat`."""
+        """Repeat along batch dimensions, as in `torch.Tensor.repeat`."""
         return self._written_out().repeat(*sizes)
 
 
 class BorderedCovariance(LinearOperator):
     r""":math:`\begin{pmatrix} K & B^T \\ B & C \end{pmatrix}`, with one ``K`` for a whole batch.
 
-    Acquisition functions ask for the joint posterior of a few candidates and of many points that
-    are the same for all batches of candidates, and then for the candidates' rows alone. Those are
-    here without the others.
+    Acquisition functions evaluate the joint posterior of a few candidates and of many points that
+    are the same for all batches of candidates, and then select the rows of the candidates. These
+    rows are available without the others.
 
     Args:
-        common: ``k x k``, of the points that all batches have.
-        cross: ``... x q x k``, of the others with these.
-        own: ``... x q x q``, of the others.
+        common: ``k x k`` covariance of the points that all batches share.
+        cross: ``... x q x k`` covariance of the candidates with these.
+        own: ``... x q x q`` covariance of the candidates.
     """
 
     def __init__(self, common: Tensor, cross: Tensor, own: Tensor) -> None:
@@ -149,11 +149,11 @@ class BorderedCovariance(LinearOperator):
         return BorderedCovariance(self.common.mT, self.cross, self.own.mT)
 
     def _rows(self) -> Tensor:
-        """The last ``q`` rows, ``... x q x (k + q)``."""
+        """Return the last ``q`` rows, ``... x q x (k + q)``."""
         return torch.cat([self.cross, self.own], -1)
 
     def to_dense(self) -> Tensor:
-        """The ``... x (k + q) x (k + q)`` matrix."""
+        """Return the ``... x (k + q) x (k + q)`` matrix."""
         common = self.common.expand(*self.batch_shape, *self.common.shape[-2:])
         return torch.cat([torch.cat([common, self.cross.mT], -1), self._rows()], -2)
 
@@ -192,5 +192,5 @@ class BorderedCovariance(LinearOperator):
         return BorderedCovariance(self.common, self.cross.permute(order), self.own.permute(order))
 
     def repeat(self, *sizes: Any) -> LinearOperator:
-        """As `torch.Tensor.repeat`."""
+        """Repeat along batch dimensions, as in `torch.Tensor.repeat`."""
         return to_linear_operator(self.to_dense()).repeat(*sizes)

@@ -101,7 +101,7 @@ class DualNGD(NGD):
             closure: Evaluates the objective again and returns it.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -125,7 +125,7 @@ class DualNGD(NGD):
         return loss
 
     def _stepped(self, group: dict[str, Any]) -> Duals:
-        """The duals after a step, shortened until there is a posterior."""
+        """Return the duals after a step, shortened until there is a posterior."""
         duals = Duals(*(tensor.detach() for tensor in group["params"]))
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,4 +1,4 @@
-"""Optimisers for hyperparameters: L-BFGS where an objective is exact, Adam where it is not."""
+"""Optimisers for hyperparameters: L-BFGS for exact objectives, Adam for stochastic ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Bounds = dict[str, tuple[float | None, float | None]]
 
 
 def learnable_parameters(mll: MarginalLogLikelihood, moves_Z: bool) -> tuple[Parameters, Bounds]:
-    """The hyperparameters of an objective that are learnt, and bounds of some of them.
+    """Return the learnable hyperparameters of an objective, and bounds of some of them.
 
     Args:
         mll: The objective of a model with a `DualVariationalStrategy`.
-        moves_Z: Whether the inducing points are among what is learnt, be they a parameter or a
-            buffer. They require a gradient from then on.
+        moves_Z: Whether the inducing points are among them, as a parameter or as a buffer. If so,
+            they require a gradient from then on.
     """
     parameters, bounds = get_parameters_and_bounds(
         mll, name_filter=lambda name: not name.endswith("inducing_points"), requires_grad=True
@@ -48,15 +48,15 @@ def lbfgs(
 ) -> None:
     """Minimise a loss with L-BFGS-B.
 
-    Positive parameters move on a log scale. BoTorch's default lengthscales and noise are not
-    transformed: if the noise is small, the gradient is all but that of the noise, and iterations
-    gain little, and stop, long before the lengthscales have moved.
+    Positive parameters are optimised on a log scale. BoTorch's default lengthscales and noise are
+    not transformed. With small noise, its derivative would dominate the gradient, and L-BFGS would
+    make little progress, and stop, long before the lengthscales have changed.
 
     Args:
         loss: The loss, a scalar.
-        parameters: What to move, in place.
-        bounds: Bounds of some of them. What cannot be negative is positive.
-        steps: The largest number of iterations.
+        parameters: The parameters, which are changed in place.
+        bounds: Bounds of some of them. A lower bound of zero or more marks a positive parameter.
+        steps: The maximum number of iterations.
         tol: Stop when an iteration lowers the loss by less than this.
     """
     logs = {
@@ -87,14 +87,14 @@ def lbfgs(
     size, start = abs(float(first[0][0].detach())), {k: v.clone() for k, v in free.items()}
 
     def evaluate() -> tuple[Tensor, list[Tensor | None]]:
-        """The same; at the start, where SciPy begins unless that is out of bounds, it is known."""
+        """Evaluate the closure, or return the known value at the start (if within bounds)."""
         known = first.pop() if first else None
         if known is not None and all(torch.equal(free[name], start[name]) for name in free):
             return known
         return closure()
 
     with warnings.catch_warnings():
-        # Of sites at hyperparameters that are only tried out; those that stay are checked.
+        # Ignore warnings at trial hyperparameters; the final ones are checked later.
         warnings.simplefilter("ignore", NumericalWarning)
         options = {"maxiter": steps, "ftol": tol / max(size, 1.0)}  # relative to the loss
         scipy_minimize(evaluate, free, within, options=options)
@@ -103,7 +103,7 @@ def lbfgs(
 
 
 def _log(pair: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
-    """Bounds on a log scale."""
+    """Return bounds on a log scale."""
     lower, upper = (None if bound is None else float(bound) for bound in pair)
     return math.log(lower) if lower else None, None if upper is None else math.log(upper)
 
@@ -115,14 +115,14 @@ def adam(
     learning_rate: float,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> Iterator[Tensor]:
-    """Adam, a step for each loss.
+    """Take an Adam step for each loss.
 
-    BoTorch's default kernels and likelihoods are not transformed: their bounds are the optimiser's
-    business, so parameters are brought back into them after each step.
+    BoTorch's default kernels and likelihoods are not transformed and rely on the optimiser for
+    their bounds, so parameters are clamped to the bounds after each step.
 
     Args:
-        losses: The loss of each step: all the same, or one for each minibatch.
-        parameters: What to move, in place.
+        losses: The loss of each step: always the same, or one for each minibatch.
+        parameters: The parameters, which are changed in place.
         bounds: Bounds of some of them.
         learning_rate: The step size.
         scheduler: Makes a schedule for it.
@@ -146,14 +146,14 @@ def adam(
 def shared_loss(
     loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], ranks: Ranks
 ) -> Callable[[], Tensor]:
-    """A loss of which each rank knows the value, and its share of the gradient.
+    """Return a loss with the total gradient, given one with this rank's share of the gradient.
 
-    The result has the whole gradient, and the same bits on all ranks, so that an optimiser takes
+    The value and the gradient of the result are bitwise the same on all ranks, so optimisers take
     the same steps on each of them.
 
     Args:
-        loss: The loss.
-        parameters: What it is differentiated with respect to.
+        loss: A loss whose value is known to each rank, with its share of the gradient.
+        parameters: The parameters to differentiate with respect to.
         ranks: The processes that share the data.
     """
     if ranks.alone:
@@ -180,15 +180,15 @@ def turning_back(
     parameters: Mapping[str, Tensor],
     forget: Callable[[], None] = lambda: None,
 ) -> Callable[[], Tensor]:
-    """An objective to be minimised from which a line search turns back where there is none.
+    """Return an objective that makes a line search backtrack where it is not defined.
 
-    Hyperparameters without a posterior, a scale of zero say, have a large value and no gradient
-    instead of an error; but at the very first evaluation an error is one.
+    Hyperparameters without a posterior (for example with a scale of zero) get a large value and no
+    gradient, instead of an error. At the very first evaluation, an error is raised.
 
     Args:
-        objective: May raise.
-        parameters: What the optimiser moves.
-        forget: Called after an error: nothing of where it happened is to be used again.
+        objective: The objective, which may raise.
+        parameters: The parameters that the optimiser changes.
+        forget: Called after an error to discard everything that belongs to these hyperparameters.
     """
     worst: float | None = None
 
@@ -210,7 +210,7 @@ def turning_back(
 
 @torch.no_grad()
 def clamp_to_bounds(parameters: Parameters, bounds: Bounds) -> None:
-    """Bring parameters back into their bounds.
+    """Clamp parameters to their bounds.
 
     Args:
         parameters: The parameters.

@@ -1,15 +1,15 @@
 r"""Natural-gradient steps that a strategy takes by itself, in GPyTorch's usual training loops.
 
-The posterior of a `DualVariationalStrategy` is not a parameter, so that an optimiser of parameters
-does not learn it. Without a `DualNGD`, each backward pass of an objective with a KL term is a step
+The posterior of a `DualVariationalStrategy` is not a parameter, so optimisers of parameters do not
+learn it. Without a `DualNGD`, each backward pass of an objective with a KL term takes a step
 
 .. math::
     \eta \leftarrow \eta - \rho \, \tilde\nabla_\eta \ell \, / \, w, \qquad
     w = \partial \ell / \partial \mathrm{KL}, \qquad \rho = 0.1,
 
-on the natural parameters of :math:`q(u)`, with the gradient that the backward pass brings along.
-Dividing by the weight of the KL term makes it the step of `DualNGD` with ``lr=0.1``, however the
-loss is scaled (``num_data``, ``beta``, sums over a batch, accumulated gradients): the new
+on the natural parameters of :math:`q(u)`, with the natural gradient from the backward pass.
+Dividing by the weight of the KL term makes it the step of `DualNGD` with ``lr=0.1``, for any
+scaling of the loss (``num_data``, ``beta``, sums over a batch, accumulated gradients): the new
 posterior is 0.9 of the old one and 0.1 of the sites that this minibatch implies for all data.
 """
 
@@ -25,16 +25,16 @@ from torch import Tensor
 from seqgp.dual import Duals, Factors
 from seqgp.dual.natural_parameters import natural_gradients, shortened_step
 
-#: The step size, that of GPyTorch's own examples of natural gradients.
+#: The step size, as in GPyTorch's own examples of natural gradients.
 STEP_SIZE = 0.1
 
 
 class OwnSteps:
-    """Collects the natural gradient of a backward pass and, when it is complete, takes the step.
+    """Collect the natural gradient of a backward pass and, when it is complete, take a step.
 
-    Two leaves of the graph, which are zero, collect: one the natural gradient with respect to the
-    duals, the other the weights of the KL terms. However often a posterior is used, its gradients
-    are added up before they get there.
+    Two leaves of the graph, both zero, collect the gradients: one the natural gradient with respect
+    to the duals, the other the weights of the KL terms. If a posterior is used several times,
+    autograd adds up its gradients before they get there.
 
     Args:
         learn: Called with the duals after a step.
@@ -45,11 +45,11 @@ class OwnSteps:
         self.duals: Duals | None = None
         self.gradient: Tensor | None = None  # ... x m x (m + 1), of B and of lambda
         self.weight: Tensor | None = None  # ...
-        #: Whether an objective has asked for the KL term since the last step.
+        #: Whether an objective has used the KL term since the last step.
         self.asked = False
 
     def watch(self, duals: Duals, factors: Factors) -> Factors:
-        """The same posterior, whose gradients are noted.
+        """Return the same posterior, whose gradients are recorded.
 
         Args:
             duals: The duals, ``... x m`` and ``... x m x m``.
@@ -72,7 +72,7 @@ class OwnSteps:
         return Factors(*_Noted.apply(*factors, self.gradient, self))
 
     def weighed(self, kl: Tensor) -> Tensor:
-        """The KL term ``...``, whose weight in the objective is noted.
+        """Return the KL term ``...``, whose weight in the objective is recorded.
 
         Args:
             kl: The term, of the batch shape of the posterior.
@@ -83,7 +83,7 @@ class OwnSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """The step, at the end of a backward pass; objectives without a KL term make none."""
+        """Take the step at the end of a backward pass; without a KL term there is none."""
         assert self.gradient is not None
         assert self.weight is not None
         assert self.duals is not None
@@ -108,7 +108,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 class _Noted(torch.autograd.Function):
-    """The identity of ``R`` and the mean, which leaves natural gradients with a leaf."""
+    """The identity for ``R`` and the mean; natural gradients go to a leaf."""
 
     @staticmethod
     def forward(ctx: Any, R: Tensor, mean: Tensor, leaf: Tensor, steps: OwnSteps) -> Any:

@@ -1,15 +1,16 @@
 r"""Covariance matrices of the usual stationary kernels, with closed-form derivatives.
 
-Learning evaluates a bound and its derivatives many times, and autograd through a kernel makes some
-twenty passes over all covariances. With inputs divided by the lengthscales, up to a factor of each
-kind of kernel, and :math:`s = |x - x'|^2`, RBF and Matérn kernels are functions :math:`k(s)`, and
+Learning evaluates a bound and its derivatives many times, and autograd through a kernel makes about
+twenty passes over all covariances. Let inputs be divided by the lengthscales and multiplied by a
+factor that depends on the kernel, and let :math:`s = |x - x'|^2`. Then RBF and Matérn kernels are
+functions :math:`k(s)`, and
 
 .. math::
     \partial_{x} k = 2 k'(s) (x - x').
 
-So one more matrix, :math:`k'`, is all that a derivative needs. GPyTorch's own functions of this
-kind leave the derivatives with respect to inputs to autograd. Temporary matrices cost more than
-arithmetic on them, so most of it is done in place.
+So derivatives only need one more matrix, :math:`k'`. GPyTorch's own functions of this kind leave
+the derivatives with respect to inputs to autograd. Temporary matrices cost more than arithmetic, so
+most of it is done in place.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Profile(NamedTuple):
     """A kind of kernel, as a function of scaled squared distances.
 
     Attributes:
-        unit: Inputs are multiplied by this beside being divided by the lengthscales.
-        factor: The derivative is this times what `evaluate` returns second.
+        unit: Inputs are multiplied by this, in addition to the division by the lengthscales.
+        factor: The derivative is this times the second result of `evaluate`.
         evaluate: Maps squared distances, which it may overwrite, and the prior variance to
             covariances and to their derivatives up to ``factor``.
     """
@@ -52,8 +53,8 @@ class Stationary(NamedTuple):
     profile: Profile
 
     def matrix(self, left: Tensor, right: Tensor) -> Tensor:
-        """``... x p x n`` covariances of values at ``... x p x d`` and ``... x n x d`` inputs."""
-        # Small numbers have small rounding errors. A shard may have no inputs on the right.
+        """Return ``... x p x n`` covariances at ``... x p x d`` and ``... x n x d`` inputs."""
+        # Centre the inputs, since small numbers have small rounding errors. A shard may be empty.
         centre = (right if right.shape[-2] else left).detach().mean(-2, keepdim=True)
         unit = self.lengthscale / self.profile.unit
         scaled = ((x - centre) / unit for x in (left, right))
@@ -70,12 +71,12 @@ class Stationary(NamedTuple):
         return self.profile.evaluate(square, scale)[0]
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """The ``... x n`` prior variances at ``... x n x d`` inputs."""
+        """Return the ``... x n`` prior variances at ``... x n x d`` inputs."""
         one = inputs.new_ones(()) if self.scale is None else self.scale
         return one.expand(inputs.shape[:-1])
 
     def covariance(self, inputs: Tensor) -> StationaryCovariance:
-        """The covariance matrix at ``... x n x d`` inputs, of the present hyperparameters."""
+        """Return the lazy covariance at ``... x n x d`` inputs, at present hyperparameters."""
         lengthscale, scale, profile = self
         one = inputs.new_ones(()) if scale is None else scale
         return StationaryCovariance(inputs, inputs, lengthscale.detach(), one.detach(), profile)
@@ -89,7 +90,7 @@ class StationaryCovariance(LinearOperator):
         right: ``... x n x d`` inputs.
         lengthscale: As for `Stationary`.
         scale: The prior variance.
-        profile: As for `Stationary`.
+        profile: See `Stationary`.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class StationaryCovariance(LinearOperator):
 
 
 def stationary(kernel: Kernel) -> Stationary | None:
-    """What there is to know of a kernel if it is one of those, else ``None``.
+    """Return the closed form of a kernel, if it has one, else ``None``.
 
     Args:
         kernel: An `RBFKernel` or a differentiable `MaternKernel`, in a `ScaleKernel` or not, for
-            all inputs and without a batch shape. Subclasses may do something else.
+            all inputs and without a batch shape. Subclasses have none, since they may differ.
     """
     scale = None
     if type(kernel) is ScaleKernel and kernel.active_dims is None:
@@ -166,14 +167,14 @@ def stationary(kernel: Kernel) -> Stationary | None:
 
 
 def covariance_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
-    """The matrix of a kernel as a function of inputs, for one matrix after the other.
+    """Return the matrix of a kernel as a function of inputs, to evaluate several matrices.
 
     Args:
-        kernel: Any kernel. One that has a closed form is looked at once; its matrix is
+        kernel: Any kernel. Its closed form, if it has one, is determined once; the matrix is then
             differentiable once.
 
     Returns:
-        Maps ``... x p x d`` and ``... x n x d`` inputs to ``... x p x n`` covariances.
+        A function from ``... x p x d`` and ``... x n x d`` inputs to ``... x p x n`` covariances.
     """
     known = stationary(kernel)
     if known is not None:
@@ -207,7 +208,7 @@ _MATERN_5_2 = Profile(5**0.5, -1 / 6, _matern_5_2)
 
 
 def _squared_distances(left: Tensor, right: Tensor) -> Tensor:
-    """``... x p x n``; one product for ``|x|^2 - 2 x x' + |x'|^2``."""
+    """Return ``... x p x n``, by one matrix product: ``|x|^2 - 2 x x' + |x'|^2``."""
     ones = [x.new_ones(*x.shape[:-1], 1) for x in (left, right)]
     norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
     left = torch.cat([left, norms[0], ones[0]], -1)
@@ -243,7 +244,7 @@ class _Covariances(torch.autograd.Function):
 
 
 def _pulled(weight: Tensor, points: Tensor, others: Tensor, factor: float) -> Tensor:
-    """``factor`` times the sums ``sum_j w_ij (x_i - x'_j)``, of the shape of the points."""
+    """Return ``factor`` times the sums ``sum_j w_ij (x_i - x'_j)``, of the shape of the points."""
     ones = others.new_ones(*others.shape[:-1], 1)
     sums = weight @ torch.cat([others, ones], -1)
     return ((sums[..., -1:] * points - sums[..., :-1]) * factor).sum_to_size(points.shape)

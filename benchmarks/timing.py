@@ -82,7 +82,7 @@ def _offline(name: str, m: int, fold: int) -> dict[str, Any]:
     known: dict[str, Any] = {
         "Z": model.variational_strategy.inducing_points.detach().clone(),
         "lengthscale": model.covar_module.base_kernel.lengthscale.item(),
-        "variance": float(model.covar_module.outputscale),
+        "variance": model.covar_module.outputscale.item(),
     }
     everything = ours.fitted_to(replace(stream, **known), X, Y, learn=False)
     return {**known, "nlpd": score(stream, partial(ours.latent, everything))["nlpd"]}

@@ -179,7 +179,8 @@ def test_learning(name: str) -> None:
     for steps in (3, 13):
         model = model_of(name)
         with Synchronisations() as counter:
-            record = model.update(X, observations(name, X), steps=steps, tol=0.0)
+            # Other hyperparameters need other inducing points, and each costs a synchronisation.
+            record = model.update(X, observations(name, X), inducing="fixed", steps=steps, tol=0.0)
         evaluations.append(record.steps)
         counters.append(counter)
     number = evaluations[1] - evaluations[0]

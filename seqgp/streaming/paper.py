@@ -118,7 +118,7 @@ class PaperRule(UpdateRule):
 
     @torch.no_grad()
     def remember(
-        self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
+        self, model: StreamModel, batch: Batch, kept: Tensor, options: UpdateOptions
     ) -> None:
         """Run step 5: reduce the data to the memory, and store the other duals separately."""
         strategy = model.variational_strategy

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from seqgp.dual import (
     Duals,
-    Sites,
     Summary,
     add,
     factorise,

@@ -20,7 +20,6 @@ from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
 
-
 #: Relative tolerance of the sites of a small batch. Later updates converge them further.
 SMALL_BATCH_TOLERANCE = 1e-4
 

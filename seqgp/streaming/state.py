@@ -78,6 +78,7 @@ class StreamState:
         expected: The mean log density of an observation of the stream when hyperparameters were
             last learnt; ``None`` if they have not been learnt.
         surprise: How many nats less probable than expected the observations since then were.
+        patience: The factor by which a surprise has to be larger than usual to matter.
         initial: The hyperparameters at the start of the stream, by name.
         moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
             so far, in their original units; ``None`` if they are not needed.
@@ -104,6 +105,7 @@ class StreamState:
     restarted_at: int = 0
     expected: float | None = None
     surprise: float = 0.0
+    patience: float = 1.0
     fades: bool = False
     bound: Tensor | None = None
     unexplained: float = 0.0

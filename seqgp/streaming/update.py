@@ -42,7 +42,14 @@ from seqgp.streaming.inducing_points import (
     inducing_point_rule,
     on_seen_values,
 )
-from seqgp.streaming.learning import Decision, decide, expected_density, surprise_of
+from seqgp.streaming.learning import (
+    KEPT,
+    Decision,
+    decide,
+    expected_density,
+    patience_after,
+    surprise_of,
+)
 from seqgp.streaming.memory import MemoryOptions, SamplingPolicy, summed_over_parts
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
@@ -99,7 +106,8 @@ class UpdateRecord:
         steps: The number of evaluations of the objective while hyperparameters were learnt.
         decision: Why hyperparameters were learnt or not, and which ones were kept.
         discount: The factor by which everything learnt before was down-weighted. With
-            ``discount="auto"``, a factor below 1 means that the stream has changed.
+            ``discount="auto"``, a factor below 1 means that the stream has changed, or keeps
+            changing.
         num_new: The number of new observations.
         num_memory: The number of observations in the memory after the update.
         memory_gained: The number of new observations among them.
@@ -235,7 +243,7 @@ def _learn(
     ``num_new`` is their number over all processes.
     """
     strategy = model.variational_strategy
-    num_old = len(model.stream.observations)
+    num_old, num_points = len(model.stream.observations), strategy.inducing_points.shape[-2]
     represented = None
     if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
@@ -279,9 +287,12 @@ def _learn(
     learned = rule.learn(model, Batch(data, num_old, represented, small), options, plan)
     if checks and inducing.follows_kernel and not isinstance(rule, PaperRule):
         learned = _add_where_misfitting(model, learned, options)
-    _warn_at_limit(model, inducing, options.max_inducing)
+    # Hyperparameters that have been learnt from little may need many points for a while.
+    if num_points >= DEFAULT_LIMIT and (decision.learn or options.learn is False):
+        _warn_at_limit(model, inducing, options.max_inducing)
     if decision.learn and options.learn is None:
-        model.stream = replace(model.stream, expected=expected_density(model))
+        patience = patience_after(model.stream, decision, learned.outcome != KEPT)
+        model.stream = replace(model.stream, expected=expected_density(model), patience=patience)
     # Transform again: the input transform may have been learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented, small)
     stream = model.stream

@@ -23,6 +23,7 @@ from seqgp.streaming.learning import (
     is_better,
     learnable,
     leave_one_out,
+    patience_after,
     surprise_of,
 )
 from seqgp.streaming.memory import MemoryOptions
@@ -93,6 +94,24 @@ def test_surprise_is_a_reason_to_learn() -> None:
     assert "51 nats" in first.reason
     assert decide(stream, 100, None, surprise=99.0).restart
     assert not decide(stream, 1, False, surprise=1e9).learn
+
+
+def test_surprises_that_go_on_are_no_news() -> None:
+    """At the end of a sorted stream, each batch is less probable than the ones before."""
+    X, Y, _ = make_data("gaussian")
+    stream = make_model("gaussian", X, Y, X[:8]).stream
+    stream = replace(stream, num_seen=1000, learned_at=1000)
+    found = []
+    for helped in (True, True, False, False, False):
+        surprised = decide(stream, 1, None, surprise=1e6)
+        stream = replace(stream, patience=patience_after(stream, surprised, helped))
+        found.append(stream.patience)
+    assert found == [2, 2, 4, 8, 8]
+    assert not decide(stream, 1, None, surprise=8 * 50.0).learn
+    assert decide(stream, 1, None, surprise=8 * 51.0).learn
+    grown = decide(stream, 200, None, surprise=0.0)
+    assert grown.learn
+    assert patience_after(stream, grown, False) == 1
 
 
 def test_what_is_expected_does_not_depend_on_units() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-
-import pytest
 from dataclasses import replace
 
+import pytest
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood
 from torch import Tensor

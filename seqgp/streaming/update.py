@@ -471,8 +471,8 @@ def _have_their_points(
     checked then. So the cost of all is tolerable if that of the new ones, on average over all, is.
     """
     Z, stream = model.variational_strategy.inducing_points.detach(), model.stream
-    if isinstance(inducing, Keep):
-        return True
+    if not isinstance(inducing, Exchange):
+        return True  # they are kept
     if Z.dim() > 2 or len(Z) > (_limit(model) if max_points is None else max_points):
         return False
     data = stream.observations

@@ -288,7 +288,8 @@ def _learn(
     if checks and inducing.follows_kernel and not isinstance(rule, PaperRule):
         learned = _add_where_misfitting(model, learned, options)
     # Hyperparameters that have been learnt from little may need many points for a while.
-    if num_points >= DEFAULT_LIMIT and (decision.learn or options.learn is False):
+    is_full = num_points >= DEFAULT_LIMIT and model.stream.num_updates > 0
+    if is_full and (decision.learn or options.learn is False):
         _warn_at_limit(model, inducing, options.max_inducing)
     if decision.learn and options.learn is None:
         patience = patience_after(model.stream, decision, learned.outcome != KEPT)

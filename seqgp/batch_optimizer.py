@@ -569,7 +569,7 @@ class BatchOptimizer(AskTell):
     ) -> tuple[float, tuple[tuple[float, ...], ...]]:
         """The factor for all that was told before, given what is new, and evidence for others.
 
-        Both models are asked, and the smaller factor counts.
+        Both models are asked, and the smaller factor counts for both.
         """
         if self.discount != "auto" or not len(X):
             return (1.0 if isinstance(self.discount, str) else self.discount), self._evidence
@@ -581,7 +581,7 @@ class BatchOptimizer(AskTell):
             if isinstance(model, SequentialGP):
                 found = discount_for(model, *new, self._evidence[k])
                 factor, evidence[k] = min(factor, found.factor), found.evidence
-        return factor, ((), ()) if factor < 1 else tuple(evidence)
+        return factor, tuple(evidence)
 
     @staticmethod
     def _fades(fade: Tensor | None, teaches: Tensor) -> tuple[Tensor | None, ...]:

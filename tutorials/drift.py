@@ -92,8 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 # %%
 # If the function does not change, ``"auto"`` does nothing. After an abrupt change, it forgets at
-# once. If the function moves all the time, a fixed discount is best, provided that you know how
-# fast it moves.
+# once. If the function moves all the time, it notices one change after the other, and then fades
+# the past at each update. A fixed discount is better, provided that you know how fast it moves.
 
 if __name__ == "__main__":
     main()

@@ -57,7 +57,7 @@ from seqgp.models.outcomes import affine, transform_observations
 from seqgp.models.outputs import select_outputs
 from seqgp.models.posteriors import ObservationPosterior
 from seqgp.models.sharding import gathered, scattered, with_graph
-from seqgp.models.staleness import catch_up, is_finite_and_current, values_of
+from seqgp.models.staleness import catch_up, is_current, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
     known_noise,
@@ -77,7 +77,7 @@ from seqgp.streaming.update import (
     Remembered,
     UpdateRecord,
     forget,
-    sites_and_leverage,
+    leverage_of,
     update,
     update_stream,
 )
@@ -947,13 +947,19 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 start=start,
             )
         self.note_hyperparameters()
-        if not strategy.has_summary:
-            return info.elbo
-        return info.elbo + strategy.log_summary_constant(self.likelihood, stream.summary_share)
+        bound = info.elbo
+        if strategy.has_summary:
+            bound = bound + strategy.log_summary_constant(self.likelihood, stream.summary_share)
+        self.stream = replace(self.stream, bound=bound)
+        return bound
 
     def note_hyperparameters(self) -> None:
         """Note that the posterior belongs to the present hyperparameters and transforms."""
         self.settled_at = (values_of(self),)
+
+    def is_settled(self) -> bool:
+        """Whether the posterior is that of the present hyperparameters and transforms."""
+        return all(bool(flag) for flag in is_current(self))
 
     def bound(
         self,
@@ -1297,7 +1303,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         Targets are transformed if there is an ``outcome_transform``. Inputs are not.
         """
         held = self.stream.observations
-        _, leverage = sites_and_leverage(self, self.transformed(held))
+        leverage = leverage_of(self, self.transformed(held))
         return Remembered(held.inputs.clone(), held.targets.clone(), leverage)
 
     @reads
@@ -1316,7 +1322,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             ``n'`` scores, which measure how much each observation determines the posterior.
         """
         data = self.transformed(self.checked(X, Y, noise, arguments))
-        scores, first = sites_and_leverage(self, data)[1], data.first_parts
+        scores, first = leverage_of(self, data), data.first_parts
         return scores if first is None else summed_over_parts(scores, first)[first.unique()]
 
     @torch.no_grad()

@@ -44,17 +44,27 @@ def is_finite_and_current(model: DataModel, X: Tensor) -> tuple[bool, bool]:
         model: The model.
         X: The inputs.
     """
-    flags, settled = [X.isfinite().all()], model.settled_at
+    flags = [X.isfinite().all()]
     # With the paper's rule, other quantities are held fixed when hyperparameters change.
-    checked = not model.variational_strategy.is_fantasy and model.stream.rule == "pseudo-likelihood"
-    if checked and settled:
-        now, then = values_of(model), settled[0]
-        if now.shape != then.shape:
-            return bool(flags[0]), False
-        # Tables of tasks have NaN in unused places.
-        flags.append(torch.isclose(now, then, rtol=0.0, atol=0.0, equal_nan=True).all())
+    if not model.variational_strategy.is_fantasy and model.stream.rule == "pseudo-likelihood":
+        flags += is_current(model)
     answers = torch.stack(flags).tolist()
     return answers[0], answers[-1] or len(answers) == 1
+
+
+def is_current(model: DataModel) -> list[Tensor]:
+    """Return a flag: whether the posterior is up to date; nothing, if it has not been computed.
+
+    Args:
+        model: The model.
+    """
+    if not model.settled_at:
+        return []
+    now, (then,) = values_of(model), model.settled_at
+    if now.shape != then.shape:
+        return [torch.tensor(False, device=now.device)]
+    # Tables of tasks have NaN in unused places.
+    return [torch.isclose(now, then, rtol=0.0, atol=0.0, equal_nan=True).all()]
 
 
 @torch.no_grad()

@@ -19,10 +19,17 @@ This holds if the model is right. A model with too little noise, or too smooth a
 prefer any discount, since that makes it less certain. So before a candidate is used, the same ratio
 is computed for parts of the memory, each left out. A gain that also occurs there has other causes
 than a change, and does not count.
+
+A function that keeps moving causes one such change after the other. So from the second one on,
+everything also fades with time, by :math:`e^{-n/w}` for :math:`n` new observations. The window
+:math:`w` is the number of observations since the previous change, and is halved at each further
+one. It is doubled once new observations have been more probable without fading, by :math:`c'` nats.
+So the window of a function that has come to rest grows again.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -46,6 +53,10 @@ ALIKE = 2.0
 #: Minimum number of observations in memory that have not faded by half. With fewer, a change cannot
 #: be told from other causes.
 FEWEST = 30
+#: Evidence, in nats, at which a window is doubled.
+DOUBT = 1.0
+#: The shortest window: with fewer observations, a change cannot be told from other causes.
+LEAST_WINDOW = 2.0 * FEWEST
 #: The number of parts of the memory that are left out, one at a time.
 PARTS = 10
 #: The maximum number of observations of a batch that are used.
@@ -54,13 +65,50 @@ MOST = 500
 TOLERANCE = 1e-4
 
 
+class Drift(NamedTuple):
+    """What is known about the drift of a stream.
+
+    Attributes:
+        nats: The evidence so far for each candidate.
+        known: The number of observations that it comes from, for each candidate.
+        since: The number of observations since the last change.
+        changes: The number of changes.
+        window: The number of observations after which everything has faded to :math:`1/e`.
+        doubt: The evidence so far against that.
+    """
+
+    nats: tuple[float, ...] = (0.0,) * len(CANDIDATES)
+    known: tuple[float, ...] = (0.0,) * len(CANDIDATES)
+    since: float = 0.0
+    changes: float = 0.0
+    window: float = math.inf
+    doubt: float = 0.0
+
+    @classmethod
+    def of(cls, values: tuple[float, ...]) -> Drift:
+        """Return what plain numbers say; nothing is known if there are none."""
+        k = len(CANDIDATES)
+        return cls(values[:k], values[k : 2 * k], *values[2 * k :]) if values else cls()
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Plain numbers, as a stream stores them."""
+        return (*self.nats, *self.known, *self[2:])
+
+    def after_change(self) -> Drift:
+        """Return what is known once a change has been detected and everything old discounted."""
+        window = math.inf
+        if self.changes:
+            window = max(min(self.since, self.window / 2), LEAST_WINDOW)
+        return Drift(changes=self.changes + 1, window=window)
+
+
 class Discounting(NamedTuple):
     """The choice of a discount for a batch.
 
     Attributes:
         factor: The factor for everything learnt before.
-        evidence: The evidence so far for each candidate, followed by the number of observations
-            that it comes from, for each candidate.
+        evidence: What is known about the drift, see `Drift.values`.
     """
 
     factor: float
@@ -99,20 +147,22 @@ def choose_discount(
         new: The new observations, as the strategy sees them.
         old: The remembered observations.
         counts: ``n``, how often each of these is part of the posterior.
-        evidence: The evidence from earlier batches; may be empty.
+        evidence: What earlier batches said, see `Drift.values`; may be empty.
     """
-    evidence = evidence or (0.0,) * (2 * len(CANDIDATES))
-    ranks = model.variational_strategy.ranks
+    drift, ranks = Drift.of(evidence), model.variational_strategy.ranks
     number = ranks.total(len(new))
+    usual_fading = math.exp(-number / drift.window)
+    drift = drift._replace(since=drift.since + number)
     # Observations that have faded are no longer representative of the stream.
     lasting = (counts >= 0.5).nonzero().squeeze(-1)
     if not number or ranks.total(len(lasting)) < FEWEST:
-        return Discounting(1.0, evidence)
-    nats, known = evidence[: len(CANDIDATES)], evidence[len(CANDIDATES) :]
-    ratios = log_ratios(model, _some(new), model.variational_strategy.state().duals)
+        return Discounting(usual_fading, drift.values)
     scale = number / ranks.total(len(_some(new)))
-    nats = tuple(max(before + scale * now, 0.0) for before, now in zip(nats, ratios, strict=True))
-    known = tuple(n + number if e else 0.0 for e, n in zip(nats, known, strict=True))
+    duals = model.variational_strategy.state().duals
+    faded = Duals(usual_fading * duals.lam, usual_fading * duals.B)
+    ratios = [scale * ratio for ratio in log_ratios(model, _some(new), faded)]
+    nats = tuple(max(e + ratio, 0.0) for e, ratio in zip(drift.nats, ratios, strict=True))
+    known = tuple(n + number if e else 0.0 for e, n in zip(nats, drift.known, strict=True))
     if max(nats) >= EVIDENCE:
         usual = usual_ratios(model, old.select(lasting), counts[lasting], number)
         parts = zip(nats, known, usual, strict=True)
@@ -121,8 +171,16 @@ def choose_discount(
     enough = max(EVIDENCE, max(nats) - ALIKE)
     chosen = [factor for factor, e in zip(CANDIDATES, nats, strict=True) if e >= enough]
     if chosen:
-        return Discounting(chosen[0], ())
-    return Discounting(1.0, (*nats, *known))
+        return Discounting(chosen[0] * usual_fading, drift.after_change().values)
+    drift = drift._replace(nats=nats, known=known)
+    if usual_fading < 1:
+        with_fading, without = (evidence_of(model, _some(new), d, 1.0) for d in (faded, duals))
+        doubt = max(drift.doubt + scale * (without - with_fading), 0.0)
+        drift = drift._replace(doubt=doubt)
+        if doubt >= DOUBT:
+            window = 2 * drift.window if drift.window < model.stream.num_seen else math.inf
+            drift = drift._replace(window=window, doubt=0.0)
+    return Discounting(usual_fading, drift.values)
 
 
 def _some(data: Observations) -> Observations:

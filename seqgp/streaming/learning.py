@@ -50,6 +50,10 @@ RESTART_GROWTH = 2.0
 #: Learn when the surprise (`surprise_of`) exceeds both this many nats per observation of the stream
 #: and this many nats in total.
 SURPRISE, LEAST_SURPRISE = 0.05, 10.0
+#: After a surprise, the next one has to be this many times as large, until the data have grown: at
+#: the end of a sorted stream, observations are always less probable than elsewhere. If learning did
+#: not help, the factor is doubled up to a maximum.
+PATIENCE, MOST_PATIENCE = 2.0, 8.0
 #: An observation counts for at most this many nats: it may be an outlier.
 MOST_SURPRISING = 3.0
 #: L-BFGS stops when an iteration gains less than this, in nats per observation.
@@ -62,6 +66,10 @@ SITE_TOLERANCE, LOG_CONCAVE_TOLERANCE = 1e-4, 1e-2
 CERTAINTY = 2.0
 
 
+#: The outcome of learning that did not help.
+KEPT = "kept hyperparameters"
+
+
 class Decision(NamedTuple):
     """Whether an update learns hyperparameters.
 
@@ -69,11 +77,13 @@ class Decision(NamedTuple):
         learn: Whether hyperparameters are learnt.
         restart: Whether there is also a start from the observations at hand alone.
         reason: The reason, in words.
+        surprised: Whether the reason is a surprise.
     """
 
     learn: bool
     restart: bool
     reason: str
+    surprised: bool = False
 
 
 def decide(
@@ -90,7 +100,7 @@ def decide(
     if learn is False:
         return Decision(False, False, "conditioned on the data: learn=False")
     number = stream.num_seen + num_new
-    surprised = surprise > max(LEAST_SURPRISE, SURPRISE * number)
+    surprised = surprise > stream.patience * max(LEAST_SURPRISE, SURPRISE * number)
     growth = GROWTH if surprised else RESTART_GROWTH
     restart = number >= growth * stream.restarted_at
     if learn:
@@ -99,12 +109,25 @@ def decide(
         return Decision(False, False, "no data")
     if surprised:
         reason = f"new observations were {surprise:.0f} nats less probable than expected"
-        return Decision(True, restart, reason)
+        return Decision(True, restart, reason, True)
     if number < GROWTH * stream.learned_at:
         reason = f"{number} observations, {stream.learned_at} when hyperparameters were learnt"
         return Decision(False, False, f"conditioned on the data: {reason}")
     before = f"{stream.learned_at} the last time" if stream.learned_at else "the first time"
     return Decision(True, restart, f"{number} observations, {before}")
+
+
+def patience_after(stream: StreamState, decision: Decision, helped: bool) -> float:
+    """Return by which factor the next surprise has to be larger than the first one.
+
+    Args:
+        stream: The stream before hyperparameters were learnt.
+        decision: Why they were.
+        helped: Whether others than before have been chosen.
+    """
+    if not decision.surprised:
+        return 1.0
+    return PATIENCE if helped else min(2 * stream.patience, MOST_PATIENCE)
 
 
 def surprise_of(stream: StreamState, density: Tensor) -> float:
@@ -313,7 +336,7 @@ def learn_best(
         bound = draft.refresh(max_steps=options.site_steps)
         return _Candidate(name, draft, bound, stream_densities(draft))
 
-    present = candidate("kept hyperparameters", False, True)
+    present = candidate(KEPT, False, True)
     learnt: list[_Candidate] = []
     names = "learnt hyperparameters", "learnt hyperparameters from scratch"
     for name, with_past in zip(names, (True, False), strict=True):

@@ -35,7 +35,7 @@ from seqgp.streaming.options import UpdateOptions
 from seqgp.streaming.rules import Batch, PseudoLikelihood
 from seqgp.streaming.standardization import moments_of, pooled, restandardize
 from seqgp.streaming.state import StreamState
-from seqgp.streaming.update import classes_of, sites_and_leverage
+from seqgp.streaming.update import classes_of, leverage_of
 
 Model = TypeVar("Model", bound=StreamModel)
 
@@ -341,7 +341,7 @@ def _remember(model: StreamModel, memory: MemoryOptions) -> None:
     """Keep as many observations as the memory has room for, and fold the others."""
     stream = model.stream
     data = model.transformed(stream.observations)
-    sites, leverage = sites_and_leverage(model, data)
+    leverage = leverage_of(model, data)
     choice = memory.at(stream.num_seen).choose(
         leverage,
         0,
@@ -354,4 +354,4 @@ def _remember(model: StreamModel, memory: MemoryOptions) -> None:
     model.stream = replace(stream, represents=represents)
     model.memory_options = memory
     batch = Batch(data, len(data), None)
-    PseudoLikelihood().remember(model, batch, choice.kept, sites, UpdateOptions())
+    PseudoLikelihood().remember(model, batch, choice.kept, UpdateOptions())

@@ -100,6 +100,10 @@ class StreamModel(Protocol):
         """Record that the posterior belongs to the present hyperparameters and transforms."""
         ...
 
+    def is_settled(self) -> bool:
+        """Return whether the posterior is that of the present hyperparameters and transforms."""
+        ...
+
     def hyperparameter_values(self) -> dict[str, Tensor]:
         """Return copies of all learnable parameters except inducing points, by name."""
         ...

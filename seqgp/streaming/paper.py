@@ -28,7 +28,6 @@ from torch import Tensor
 
 from seqgp.dual import (
     Duals,
-    Sites,
     Summary,
     add,
     factorise,
@@ -118,7 +117,7 @@ class PaperRule(UpdateRule):
 
     @torch.no_grad()
     def remember(
-        self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
+        self, model: StreamModel, batch: Batch, kept: Tensor, options: UpdateOptions
     ) -> None:
         """Run step 5: reduce the data to the memory, and store the other duals separately."""
         strategy = model.variational_strategy

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqgp.dual import Sites
+from seqgp.dual.natural_gradient import step_limit
+from seqgp.dual.posterior import log_evidence
 from seqgp.likelihoods.traits import is_conjugate, is_softmax, precision_floor, summary_noise
 from seqgp.observations import Observations
 from seqgp.streaming.inducing_points import Exchange, InducingPointRule, Keep
@@ -18,6 +19,9 @@ from seqgp.streaming.learning import Decision, learn_best
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
+
+#: Relative tolerance of the sites of a small batch. Later updates converge them further.
+SMALL_BATCH_TOLERANCE = 1e-4
 
 
 class Batch(NamedTuple):
@@ -27,11 +31,14 @@ class Batch(NamedTuple):
         data: Remembered and new observations, as the strategy sees them.
         num_old: The number of remembered observations; they come first.
         stands_for: The share of the summary that each remembered one stands for; ``None`` for none.
+        is_small: Whether the new ones are so few that conditioning on them is enough, with the
+            sites of the others as they are. A later update converges all of them.
     """
 
     data: Observations
     num_old: int
     stands_for: Tensor | None
+    is_small: bool = False
 
 
 class Plan(NamedTuple):
@@ -42,13 +49,11 @@ class Plan(NamedTuple):
         moves_Z: Whether inducing points are optimised by gradient.
         place: Chooses inducing points for the present hyperparameters of a model. With ``True``,
             it chooses enough for other hyperparameters, too.
-        tol: The relative tolerance of the sites if hyperparameters are not learnt.
     """
 
     decision: Decision
     moves_Z: bool
     place: Callable[[StreamModel, bool], None]
-    tol: float = 1e-8
 
 
 class Learned(NamedTuple):
@@ -74,6 +79,8 @@ class UpdateRule(ABC):
     follows_scale = True
     #: Whether the memory may replace some of the summary.
     chooses_replay = True
+    #: Whether the rule only conditions on small batches (`Batch.is_small`).
+    conditions = False
 
     def check(self, model: StreamModel, options: UpdateOptions, memory: MemoryOptions) -> None:
         """Raise if the rule does not support some of the options.
@@ -121,7 +128,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def remember(
-        self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
+        self, model: StreamModel, batch: Batch, kept: Tensor, options: UpdateOptions
     ) -> None:
         """Reduce the model's observations to those that are kept, and fold the others.
 
@@ -129,7 +136,6 @@ class UpdateRule(ABC):
             model: The model.
             batch: All of its observations.
             kept: Indices of the observations to keep.
-            sites: The sites of all observations.
             options: The options.
         """
 
@@ -146,6 +152,7 @@ class PseudoLikelihood(UpdateRule):
     """
 
     name = "pseudo-likelihood"
+    conditions = True
 
     def __init__(self, bounds_new_classes: bool = True) -> None:
         self.bounds_new_classes = bounds_new_classes
@@ -158,8 +165,10 @@ class PseudoLikelihood(UpdateRule):
         self, model: StreamModel, batch: Batch, options: UpdateOptions, plan: Plan
     ) -> Learned:
         """Maximise the bound of memory, new observations and summary."""
+        if batch.is_small:
+            return Learned(0, condition(model, batch, options))
         if not plan.decision.learn:
-            return Learned(0, model.refresh(tol=plan.tol, max_steps=options.site_steps))
+            return Learned(0, model.refresh(max_steps=options.site_steps))
         return Learned(
             *learn_best(
                 model,
@@ -172,24 +181,55 @@ class PseudoLikelihood(UpdateRule):
         )
 
     def remember(
-        self, model: StreamModel, batch: Batch, kept: Tensor, sites: Sites, options: UpdateOptions
+        self, model: StreamModel, batch: Batch, kept: Tensor, options: UpdateOptions
     ) -> None:
         """Fold what is not kept, and update the posterior if that changes it."""
         unseen = unseen_classes(model) if self.bounds_new_classes else None
-        changed = fold_all_but(model, batch.data, kept, sites, unseen)
+        changed = fold_all_but(model, batch.data, kept, unseen)
         # Folded observations keep their sites, so the posterior stays the same, unless the memory
         # replaces part of the summary.
-        if changed or model.stream.replay:
+        if (changed or model.stream.replay) and not batch.is_small:
             steps = options.site_steps
             model.refresh(max_steps=None if steps is None else -(-steps // 2))  # close already
 
 
+@torch.no_grad()
+def condition(model: StreamModel, batch: Batch, options: UpdateOptions) -> Tensor:
+    r"""Condition the posterior on the new observations of a small batch.
+
+    Their sites are converged on top of the posterior, whose duals stay as they are. If the
+    likelihood is Gaussian, this is exact. Otherwise the sites of the memory become a little
+    outdated, until a larger update converges them again.
+
+    Args:
+        model: The model, which holds remembered and new observations.
+        batch: The same observations.
+        options: The options.
+
+    Returns:
+        The bound before, plus the log evidence of the new observations given the others (a bound of
+        it, if they are not Gaussian).
+    """
+    strategy, before = model.variational_strategy, model.stream.bound
+    assert before is not None
+    state = strategy.state()
+    evidence = log_evidence(state.duals, state.factors)
+    evidence = evidence.sum(-1) if strategy.latent_dims else evidence
+    with step_limit(options.site_steps) as limit:
+        info = strategy.converge(
+            batch.data.select(slice(batch.num_old, len(batch.data))),
+            likelihood=model.likelihood,
+            add=True,
+            tol=SMALL_BATCH_TOLERANCE,
+            max_steps=limit,
+        )
+    bound = before + (info.elbo - evidence)
+    model.stream = replace(model.stream, bound=bound)
+    return bound
+
+
 def fold_all_but(
-    model: StreamModel,
-    data: Observations,
-    kept: Tensor,
-    sites: Sites,
-    unseen: Tensor | None,
+    model: StreamModel, data: Observations, kept: Tensor, unseen: Tensor | None
 ) -> bool:
     """Fold observations that are not kept, with their sites, except for latents of new classes.
 
@@ -201,7 +241,6 @@ def fold_all_but(
         model: The model.
         data: All of its observations, as the strategy sees them.
         kept: Indices of the observations to keep.
-        sites: The sites of all observations.
         unseen: ``c`` flags for the classes that have not been observed yet.
 
     Returns:
@@ -214,12 +253,10 @@ def fold_all_but(
         gone = torch.ones(n, dtype=torch.bool, device=kept.device)
         gone[kept] = False
         index = gone.argsort(stable=True)[len(kept) :]  # without a host synchronisation
-        if unseen is not None:
-            sites, _ = strategy.sites(data, likelihood=model.likelihood, unseen=unseen)
         weights = model.stream.fade if model.stream.fades else None
-        strategy.fold(
-            replace(data, weights=weights), sites=sites, likelihood=model.likelihood, index=index
-        )
+        part = replace(data, weights=weights).select(index)
+        sites, _ = strategy.sites(part, likelihood=model.likelihood, unseen=unseen)
+        strategy.fold(part, sites=sites, likelihood=model.likelihood)
     model.stream = model.stream.select(kept)
     bounded = unseen is not None and some
     return bounded or precision_floor(model.likelihood) is None

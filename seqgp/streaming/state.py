@@ -78,9 +78,13 @@ class StreamState:
         expected: The mean log density of an observation of the stream when hyperparameters were
             last learnt; ``None`` if they have not been learnt.
         surprise: How many nats less probable than expected the observations since then were.
+        patience: The factor by which a surprise has to be larger than usual to matter.
         initial: The hyperparameters at the start of the stream, by name.
         moments: ``3 [x m]``, the number, the mean and the sum of squared deviations of all targets
             so far, in their original units; ``None`` if they are not needed.
+        bound: The evidence lower bound; ``None`` if the sites have never been converged.
+        unexplained: By how many nats the inducing points lower the bound at the observations that
+            have come since these were last chosen.
         warned: Whether the user has been warned that more inducing points are needed.
         restarted_at: The number of observations seen when learning last started from scratch.
         shard: The positions of these observations among those of all processes that share the
@@ -101,7 +105,10 @@ class StreamState:
     restarted_at: int = 0
     expected: float | None = None
     surprise: float = 0.0
+    patience: float = 1.0
     fades: bool = False
+    bound: Tensor | None = None
+    unexplained: float = 0.0
     warned: bool = False
     drift: tuple[float, ...] = ()
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -200,6 +207,7 @@ class StreamState:
             importance=convert(self.importance),
             fade=convert(self.fade),
             moments=None if self.moments is None else convert(self.moments),
+            bound=None if self.bound is None else convert(self.bound),
             shard=None
             if self.shard is None
             else replace(self.shard, position=self.shard.position.to(convert(self.fade).device)),

@@ -20,7 +20,7 @@ import torch
 from gpytorch.likelihoods import BernoulliLikelihood, SoftmaxLikelihood
 from torch import Tensor
 
-from seqgp.dual import Sites, posterior_mean
+from seqgp.dual import posterior_mean
 from seqgp.dual.sites import sites as make_sites
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.choices import first_parts
@@ -42,7 +42,14 @@ from seqgp.streaming.inducing_points import (
     inducing_point_rule,
     on_seen_values,
 )
-from seqgp.streaming.learning import Decision, decide, expected_density, surprise_of
+from seqgp.streaming.learning import (
+    KEPT,
+    Decision,
+    decide,
+    expected_density,
+    patience_after,
+    surprise_of,
+)
 from seqgp.streaming.memory import MemoryOptions, SamplingPolicy, summed_over_parts
 from seqgp.streaming.model import StreamModel
 from seqgp.streaming.options import UpdateOptions
@@ -65,8 +72,6 @@ from seqgp.validation import check_bound, renamed
 
 #: A batch is small if the memory is at least this many times larger.
 SMALL_BATCH = 20
-#: Relative tolerance of the sites for a small batch. Later updates converge them further.
-SMALL_BATCH_TOLERANCE = 1e-4
 
 #: Update rules by their short names.
 RULES: dict[str, Callable[[], UpdateRule]] = {
@@ -101,7 +106,8 @@ class UpdateRecord:
         steps: The number of evaluations of the objective while hyperparameters were learnt.
         decision: Why hyperparameters were learnt or not, and which ones were kept.
         discount: The factor by which everything learnt before was down-weighted. With
-            ``discount="auto"``, a factor below 1 means that the stream has changed.
+            ``discount="auto"``, a factor below 1 means that the stream has changed, or keeps
+            changing.
         num_new: The number of new observations.
         num_memory: The number of observations in the memory after the update.
         memory_gained: The number of new observations among them.
@@ -237,7 +243,7 @@ def _learn(
     ``num_new`` is their number over all processes.
     """
     strategy = model.variational_strategy
-    num_old = len(model.stream.observations)
+    num_old, num_points = len(model.stream.observations), strategy.inducing_points.shape[-2]
     represented = None
     if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
@@ -266,8 +272,10 @@ def _learn(
     # Choose from scratch only if hyperparameters are learnt. Otherwise a few more points suffice.
     anew = decision.learn or options.learn is False
     checks = decision.learn or _is_time_to_check(model, num_new)
-    small = not checks and _is_small(model, num_new)
-    if not (small and _have_their_points(model, num_new, inducing, options.max_inducing)):
+    small = not checks and factor == 1 and _is_small(model, num_new, inducing, rule)
+    if small:
+        small = _have_their_points(model, num_new, inducing, options.max_inducing)
+    if not small:
         _choose_inducing_points(model, num_new, inducing, options.max_inducing, rule, anew)
     if memory.replay is None and checks and rule.chooses_replay and memory.is_sample:
         choose_replay(
@@ -275,18 +283,21 @@ def _learn(
         )
     if represented is not None:
         represented = represented * model.stream.summary_share
-    plan = Plan(decision, inducing.moves, place, SMALL_BATCH_TOLERANCE if small else 1e-8)
-    learned = rule.learn(model, Batch(data, num_old, represented), options, plan)
+    plan = Plan(decision, inducing.moves, place)
+    learned = rule.learn(model, Batch(data, num_old, represented, small), options, plan)
     if checks and inducing.follows_kernel and not isinstance(rule, PaperRule):
         learned = _add_where_misfitting(model, learned, options)
-    _warn_at_limit(model, inducing, options.max_inducing)
+    # Hyperparameters that have been learnt from little may need many points for a while.
+    is_full = num_points >= DEFAULT_LIMIT and model.stream.num_updates > 0
+    if is_full and (decision.learn or options.learn is False):
+        _warn_at_limit(model, inducing, options.max_inducing)
     if decision.learn and options.learn is None:
-        model.stream = replace(model.stream, expected=expected_density(model))
+        patience = patience_after(model.stream, decision, learned.outcome != KEPT)
+        model.stream = replace(model.stream, expected=expected_density(model), patience=patience)
     # Transform again: the input transform may have been learnt.
-    batch = Batch(model.transformed(model.stream.observations), num_old, represented)
-    sites, leverage = sites_and_leverage(model, batch.data)
+    batch = Batch(model.transformed(model.stream.observations), num_old, represented, small)
     stream = model.stream
-    leverage = stream.gather(leverage)
+    leverage = stream.gather(_leverage(model, batch, memory))
     size = stream.observations.arguments.get("choice_size")
     first = None if size is None else first_parts(stream.gather(size))
     leverage = leverage if first is None else summed_over_parts(leverage, first)
@@ -302,7 +313,7 @@ def _learn(
     tiny = torch.finfo(leverage.dtype).tiny
     represents = stream.represents / stream.own(choice.inclusion).clamp_min(tiny)
     model.stream = replace(stream, represents=represents, importance=stream.own(importance))
-    rule.remember(model, batch, _note_kept(model, choice.kept), sites, options)
+    rule.remember(model, batch, _note_kept(model, choice.kept), options)
     number = stream.num_seen + num_new
     model.stream = replace(
         model.stream,
@@ -432,6 +443,7 @@ def _choose_inducing_points(
         chosen = on_seen_values(chosen, torch.cat([points, Z], -2), model.discrete_dims)
     if chosen is not Z and (chosen.shape != Z.shape or not torch.equal(chosen, Z)):
         strategy.start_from(chosen)
+    model.stream = replace(stream, unexplained=0.0)
 
 
 def _is_time_to_check(model: StreamModel, num_new: int) -> bool:
@@ -440,28 +452,40 @@ def _is_time_to_check(model: StreamModel, num_new: int) -> bool:
     return before > 0 and int(math.log(now, 1.05)) > int(math.log(before, 1.05))
 
 
-def _is_small(model: StreamModel, num_new: int) -> bool:
-    """Whether a batch is so small, relative to the memory, that the memory is not checked again."""
-    held = model.stream.num_held
-    return held >= 100 and SMALL_BATCH * num_new <= held and model.stream.shard is None
+def _is_small(
+    model: StreamModel, num_new: int, inducing: InducingPointRule, rule: UpdateRule
+) -> bool:
+    """Whether a batch is so small, relative to the memory, that the memory is left as it is."""
+    stream = model.stream
+    known = stream.bound is not None and stream.shard is None
+    few = stream.num_held >= 100 and SMALL_BATCH * num_new <= stream.num_held
+    simple = rule.conditions and type(inducing) in (Exchange, Keep)
+    return known and few and simple and model.is_settled()
 
 
 def _have_their_points(
     model: StreamModel, num_new: int, inducing: InducingPointRule, max_points: int | None
 ) -> bool:
-    """Whether the inducing points explain the new inputs of a small batch well.
+    """Whether the inducing points explain the new inputs of small batches well enough.
 
-    The inputs in the memory were checked by earlier updates.
+    What they do not explain is added up until they are chosen again. The inputs in the memory were
+    checked then. So the cost of all is tolerable if that of the new ones, on average over all, is.
     """
-    Z, data = model.variational_strategy.inducing_points.detach(), model.stream.observations
-    if type(inducing) is not Exchange or Z.dim() > 2:
+    Z, stream = model.variational_strategy.inducing_points.detach(), model.stream
+    if not isinstance(inducing, Exchange):
+        return True  # they are kept
+    if Z.dim() > 2 or len(Z) > (_limit(model) if max_points is None else max_points):
         return False
-    if len(Z) > (_limit(model) if max_points is None else max_points):
-        return False
+    data = stream.observations
     new = model.transformed(data.select(slice(len(data) - num_new, len(data))))
+    if not num_new:
+        return True
     J = 1 if new.coefficients is None else new.coefficients.shape[-1]
     precision = _precision(model, new).repeat_interleave(J, -1)
-    return inducing_cost(Z, new.points, model.covar_module, precision) <= inducing.tol
+    cost = inducing_cost(Z, new.points, model.covar_module, precision)
+    unexplained = stream.unexplained + num_new * J * cost
+    model.stream = replace(stream, unexplained=unexplained)
+    return unexplained <= inducing.tol * stream.num_held
 
 
 def _add_where_misfitting(model: StreamModel, learned: Learned, options: UpdateOptions) -> Learned:
@@ -558,16 +582,24 @@ def _limit(model: StreamModel) -> int:
     return model.max_inducing if first else max(present, model.max_inducing)
 
 
-def sites_and_leverage(model: StreamModel, data: Observations) -> tuple[Sites, Tensor]:
-    """Return sites and leverage scores of observations under the present posterior.
+def leverage_of(model: StreamModel, data: Observations) -> Tensor:
+    """Return ``n`` leverage scores of observations under the present posterior.
 
     Args:
         model: The model.
         data: Observations as the strategy sees them.
     """
     sites, variance = model.variational_strategy.sites(data, likelihood=model.likelihood)
-    sites = Sites(sites.lam, sites.beta.expand_as(sites.lam))
-    return sites, _sum_over_batch(sites.beta * variance)
+    return _sum_over_batch(sites.beta * variance)
+
+
+def _leverage(model: StreamModel, batch: Batch, memory: MemoryOptions) -> Tensor:
+    """Return ``n`` leverage scores as far as the memory's policy needs them, and zero elsewhere."""
+    data, old = batch.data, batch.num_old
+    if not isinstance(memory.chooser, SamplingPolicy):
+        return leverage_of(model, data)
+    new = leverage_of(model, data.select(slice(old, len(data))))
+    return torch.cat([new.new_zeros(old), new])
 
 
 def classes_of(model: StreamModel) -> Tensor:

@@ -564,7 +564,6 @@ class DualVariationalStrategy(DualState):
         targets: Tensor | None = None,
         sites: Sites | None = None,
         likelihood: Likelihood | None = None,
-        index: Tensor | None = None,
         **arguments: Any,
     ) -> None:
         """Add observations to the summary for good, with given sites.
@@ -575,16 +574,15 @@ class DualVariationalStrategy(DualState):
             sites: Their sites, as returned by `bound`; by default those under the present
                 posterior.
             likelihood: The likelihood; by default the model's attribute of that name.
-            index: Indices of the observations that are folded; by default all.
             arguments: Per-point arguments of the likelihood.
         """
         data, likelihood = self.checked(inputs, targets, likelihood, arguments)
         if sites is None:
             sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
-        summary = self._folded(state, data, likelihood, sites, 1, index)
+        summary = self._folded(state, data, likelihood, sites, 1)
         self.store(state.duals, state, summary=summary, factors=state.factors)
-        if self.ranks.total(len(data) if index is None else len(index)):
+        if self.ranks.total(len(data)):
             self._summary_known = self.summary_count, self.summary_count._version, True
 
     @torch.no_grad()
@@ -654,16 +652,11 @@ class DualVariationalStrategy(DualState):
         likelihood: Likelihood,
         sites: Sites,
         sign: int,
-        index: Tensor | None = None,
     ) -> Summary:
         """Return the summary in the present basis with observations added or removed."""
         summary = rebase_summary(self.summary, state.basis)
         A, _, prior_mean = self.whitened(state.chol, state.shared, data)
         residual, weights = data.targets - prior_mean, data.weights
-        if index is not None:
-            A, residual = A[..., index], residual[..., index]
-            sites = Sites(sites.lam[..., index], sites.beta.expand_as(sites.lam)[..., index])
-            weights = None if weights is None else weights[index]
         noise = summary_noise(likelihood)
         if self.ranks.alone:
             return fold(summary, A, sites, residual, noise, sign, weights)

@@ -15,6 +15,9 @@ from torch import Tensor
 from seqgp import SequentialGP
 from seqgp.streaming.drift import (
     CANDIDATES,
+    DOUBT,
+    LEAST_WINDOW,
+    Drift,
     choose_discount,
     evidence_of,
     most_usual,
@@ -107,6 +110,67 @@ def test_a_gradual_change_is_followed() -> None:
     assert errors[2] < 0.7 * errors[0]
 
 
+@pytest.mark.slow
+def test_a_function_that_keeps_moving_fades_all_the_time() -> None:
+    """From the second change on, at each batch; and less and less once it has come to rest."""
+    stream = gradual(60)
+    rest = [(X, torch.sin(6 * X) + 0.2 * torch.randn_like(X)) for X, _ in stream]
+    model = SequentialGP(*stream[0])
+    moving = [model.update(X, Y, discount="auto").discount for X, Y in stream[1:30]]
+    assert moving[0] == 1.0
+    assert all(discount < 0.8 for discount in moving[5:])
+    still = [model.update(X, Y, discount="auto").discount for X, Y in rest]
+    assert still[1:] == sorted(still[1:])
+    assert still[-1] > 0.9
+
+
+def test_a_second_change_begins_a_window_that_further_ones_shorten() -> None:
+    drift = Drift(since=500.0, doubt=1.0).after_change()
+    assert drift == Drift(changes=1.0)
+    assert drift.window == math.inf
+    second = drift._replace(since=400.0).after_change()
+    assert second.window == 400
+    assert second._replace(since=300.0).after_change().window == 200
+    assert second._replace(since=150.0).after_change().window == 150
+    assert second._replace(since=5.0).after_change().window == LEAST_WINDOW
+    assert Drift.of(second.values) == second
+    assert Drift.of(()) == Drift()
+
+
+def test_everything_fades_within_a_window_whatever_the_size_of_the_batches() -> None:
+    X, Y = (torch.cat(parts) for parts in zip(*batches(5), strict=True))
+    model = SequentialGP(X, Y)
+    held = model.transformed(model.stream.observations)
+    factors = []
+    for size in (10, 20, 30):
+        new = held.select(slice(size))
+        known = Drift(changes=2.0, window=100.0).values
+        found = choose_discount(model, new, held, torch.ones(100), known)
+        factors.append(found.factor)
+        assert Drift.of(found.evidence).since == size
+    assert factors == pytest.approx([math.exp(-0.1), math.exp(-0.2), math.exp(-0.3)], rel=1e-12)
+
+
+def test_doubt_doubles_a_window() -> None:
+    """Doubt is what the batch itself says: the difference of two evidences."""
+    X, Y = (torch.cat(parts) for parts in zip(*batches(6), strict=True))
+    Y[100:] = torch.sin(6 * X[100:])  # as is to be expected, without any noise
+    model = SequentialGP(X[:100], Y[:100])
+    model.update(X[:0], Y[:0])
+    new = model.transformed(model.checked(X[100:], Y[100:], None, {}))
+    held = model.transformed(model.stream.observations)
+    duals = model.variational_strategy.state().duals
+    without, fading = (evidence_of(model, new, duals, x) for x in (1.0, math.exp(-1 / 3)))
+    assert without > fading
+    known = Drift(changes=2.0, window=60.0)
+    found = Drift.of(choose_discount(model, new, held, torch.ones(100), known.values).evidence)
+    assert found.doubt == pytest.approx(without - fading, rel=1e-9)
+    for window, expected in ((60.0, 120.0), (100.0, math.inf)):
+        values = known._replace(window=window, doubt=DOUBT).values
+        found = Drift.of(choose_discount(model, new, held, torch.ones(100), values).evidence)
+        assert (found.window, found.doubt) == (expected, 0.0)
+
+
 def test_evidence_is_the_density_of_the_batch_as_a_whole() -> None:
     """That of all new observations together, once all that is known has faded."""
     first, second = batches(2)
@@ -154,7 +218,7 @@ def test_a_model_that_is_too_certain_is_no_change() -> None:
     assert max(usual[0]) > 6  # which would be enough for a change
     assert max(usual[1]) < 0.5
     assert [each.factor for each in chosen] == [1.0, 1.0]
-    assert len(chosen[0].evidence) == 2 * len(CANDIDATES)
+    assert len(Drift.of(chosen[0].evidence).nats) == len(CANDIDATES)
     moved = replace(new, targets=-new.targets)
     old = model.transformed(model.stream.observations)
     assert choose_discount(model, moved, old, model.stream.counts, ()).factor < 0.5

@@ -441,6 +441,20 @@ def test_residuals_bound_what_can_be_gained() -> None:
     assert (exact @ R @ exact.mT).item() < before - after < (slope @ R @ slope.mT).item()
 
 
+def test_there_is_one_warning_if_more_points_are_needed_for_a_second_time() -> None:
+    """The first time may be due to hyperparameters that have been learnt from little."""
+    X = torch.rand(600, 2, generator=torch.Generator().manual_seed(0))
+    Y = torch.sin(40 * X).sum(-1, keepdim=True)
+    model = SequentialGP(X[:450], Y[:450])
+    model.covar_module.lengthscale = 0.05
+    message = "300 inducing points, the default maximum, are too few"
+    for warns in (False, True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.update(X[450:500], Y[450:500], inducing="adapt", learn=False)
+        assert [str(each.message).startswith(message) for each in caught] == [True] * warns
+
+
 @pytest.mark.slow
 def test_a_rough_function_gets_the_points_that_it_needs() -> None:
     """A random walk, for which the smooth default kernel promises too much."""

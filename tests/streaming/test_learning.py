@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from botorch.fit import fit_gpytorch_mll
 from gpytorch.kernels import MaternKernel, PeriodicKernel, ScaleKernel
 from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, LaplaceLikelihood
+from torch import Tensor
 
 from benchmarks.small_batches import labels
 from seqgp import DualELBO, SequentialGP
@@ -21,9 +23,11 @@ from seqgp.streaming.learning import (
     is_better,
     learnable,
     leave_one_out,
+    patience_after,
     surprise_of,
 )
-from seqgp.streaming.update import SMALL_BATCH_TOLERANCE
+from seqgp.streaming.memory import MemoryOptions
+from seqgp.streaming.update import UpdateRecord
 from tests.helpers import unscaled
 from tests.streaming.test_update import make_data, make_model
 
@@ -90,6 +94,24 @@ def test_surprise_is_a_reason_to_learn() -> None:
     assert "51 nats" in first.reason
     assert decide(stream, 100, None, surprise=99.0).restart
     assert not decide(stream, 1, False, surprise=1e9).learn
+
+
+def test_surprises_that_go_on_are_no_news() -> None:
+    """At the end of a sorted stream, each batch is less probable than the ones before."""
+    X, Y, _ = make_data("gaussian")
+    stream = make_model("gaussian", X, Y, X[:8]).stream
+    stream = replace(stream, num_seen=1000, learned_at=1000)
+    found = []
+    for helped in (True, True, False, False, False):
+        surprised = decide(stream, 1, None, surprise=1e6)
+        stream = replace(stream, patience=patience_after(stream, surprised, helped))
+        found.append(stream.patience)
+    assert found == [2, 2, 4, 8, 8]
+    assert not decide(stream, 1, None, surprise=8 * 50.0).learn
+    assert decide(stream, 1, None, surprise=8 * 51.0).learn
+    grown = decide(stream, 200, None, surprise=0.0)
+    assert grown.learn
+    assert patience_after(stream, grown, False) == 1
 
 
 def test_what_is_expected_does_not_depend_on_units() -> None:
@@ -254,19 +276,86 @@ def test_nothing_new_changes_nothing() -> None:
     assert all(torch.equal(v, values[k]) for k, v in model.hyperparameter_values().items())
 
 
-def test_small_batches_end_where_the_sites_have_converged(
-    monkeypatch: pytest.MonkeyPatch,
+def small_batches(model: SequentialGP, X: Tensor, Y: Tensor) -> list[UpdateRecord]:
+    """Learn two observations at a time, without learning hyperparameters."""
+    parts = torch.arange(len(X)).split(2)
+    return [model.update(X[part], Y[part]) for part in parts]
+
+
+@pytest.fixture
+def refreshes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of observations at hand, each time that all sites are converged."""
+    numbers: list[int] = []
+    refresh = SequentialGP.refresh
+
+    def counted(model: SequentialGP, *args: Any, **kwargs: Any) -> Tensor:
+        numbers.append(len(model.stream.observations))
+        return refresh(model, *args, **kwargs)
+
+    monkeypatch.setattr(SequentialGP, "refresh", counted)
+    return numbers
+
+
+@pytest.mark.parametrize("memory", [300, 1000])
+def test_small_batches_of_gaussian_observations_are_conditioned_on_exactly(
+    memory: int, refreshes: list[int]
 ) -> None:
-    """A loose tolerance at each of them does not add up."""
-    X, Y = labels(400, seed=0)
-    probabilities, steps = [], []
-    for tolerance in (SMALL_BATCH_TOLERANCE, 1e-10):
-        monkeypatch.setattr("seqgp.streaming.update.SMALL_BATCH_TOLERANCE", tolerance)
-        model = SequentialGP(X[:300], Y[:300], likelihood=BernoulliLikelihood())
-        model.update(X[300:301], Y[300:301], memory=200)
-        for part in torch.arange(301, 340).split(3):
-            steps.append(model.update(X[part], Y[part]).steps)
-        probabilities.append(model.posterior(X[340:], observation_noise=True).mean)
-    assert set(steps) == {0}
-    torch.testing.assert_close(*probabilities, rtol=0, atol=2e-4)
-    assert not torch.equal(*probabilities)
+    """With and without observations that are folded."""
+    X = torch.rand(340, 2, generator=torch.Generator().manual_seed(0))
+    Y = torch.sin(5 * X).sum(-1, keepdim=True)
+    model = SequentialGP(X[:300], Y[:300], inducing_points=30)
+    model.memory_options = MemoryOptions(memory)
+    model.update(X[300:302], Y[300:302])
+    del refreshes[:]
+    records = small_batches(model, X[302:314], Y[302:314])
+    assert not refreshes
+    assert {record.steps for record in records} == {0}
+    before = model.posterior(X)
+    bound = model.refresh()
+    after = model.posterior(X)
+    torch.testing.assert_close(before.mean, after.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(before.variance, after.variance, rtol=1e-8, atol=1e-10)
+    if memory == 1000:  # otherwise the unexplained variance of what has been folded is missing
+        assert records[-1].elbo == pytest.approx(float(bound), rel=1e-9)
+
+
+def test_small_batches_of_labels_end_close_to_where_all_sites_have_converged(
+    refreshes: list[int],
+) -> None:
+    """Few labels are learnt with the sites of the others as they are; then all converge again."""
+    X, Y = labels(500, seed=0)
+    model = SequentialGP(X[:300], Y[:300], likelihood=BernoulliLikelihood())
+    model.update(X[300:301], Y[300:301], memory=200)
+    del refreshes[:]
+    records = small_batches(model, X[301:341], Y[301:341])
+    assert {record.steps for record in records} == {0}
+    assert 0 < len(refreshes) < 20
+    before = model.posterior(X[341:], observation_noise=True).mean
+    bound = model.refresh(tol=1e-10)
+    after = model.posterior(X[341:], observation_noise=True).mean
+    torch.testing.assert_close(before, after, rtol=0, atol=0.01)
+    assert records[-1].elbo == pytest.approx(float(bound), abs=0.5)
+
+
+def test_a_small_batch_elsewhere_gets_inducing_points() -> None:
+    """Conditioning would not tell the model anything about a place far from all of them."""
+    X = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    model = SequentialGP(X, torch.sin(6 * X))
+    model.update(X[:1], torch.sin(6 * X[:1]))
+    number = model.update(X[1:2], torch.sin(6 * X[1:2])).num_inducing
+    far = torch.full((1, 1), 5.0)
+    assert model.update(far, torch.ones(1, 1)).num_inducing == number + 1
+    with torch.no_grad():
+        assert model.posterior(far).variance < 0.01 * model.posterior(far + 3).variance
+
+
+def test_small_batches_notice_hyperparameters_that_have_been_set() -> None:
+    X = torch.rand(302, 1, generator=torch.Generator().manual_seed(0))
+    Y = torch.sin(6 * X)
+    model = SequentialGP(X[:300], Y[:300])
+    model.update(X[:0], Y[:0])
+    model.likelihood.noise = 0.5
+    model.update(X[300:], Y[300:])
+    mean = model.posterior(X).mean
+    model.refresh()
+    torch.testing.assert_close(mean, model.posterior(X).mean, rtol=0, atol=1e-9)

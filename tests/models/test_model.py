@@ -391,7 +391,7 @@ def test_missing_targets() -> None:
 
 
 def test_data_that_require_grad() -> None:
-    """They are copied without their graph, which is theirs and can still be used."""
+    """They are learnt from without their graph, which is theirs and can still be used."""
     X, Y = make_inputs(12, 2), torch.sin(5 * make_inputs(12, 2)).sum(-1, keepdim=True)
     leaf = X.clone().requires_grad_()
     inputs, targets = 1.0 * leaf, Y + 0 * leaf[:, :1]

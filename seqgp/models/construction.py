@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,6 +135,8 @@ def assemble(
         train_Y = train_Y.to(train_X)
     given_Y, given_arguments = train_Y, dict(likelihood_arguments or {})
     gaussian = likelihood is not None and is_conjugate(likelihood)
+    if gaussian:
+        _check_gaussian(likelihood)
     if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
         train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
     if train_Yvar is not None and likelihood is not None and has_outliers(likelihood):
@@ -302,6 +305,20 @@ def _check_statistics(transform: OutcomeTransform) -> None:
             raise ValueError(
                 f"train_Y: its mean or its standard deviation overflows in {statistics.dtype}; "
                 "scale the observations."
+            )
+
+
+def _check_gaussian(likelihood: Likelihood | None) -> None:
+    """Raise if a user's Gaussian likelihood has a density of its own, which would be ignored."""
+    kind = type(likelihood)
+    for name in ("_shaped_noise_covar", "marginal", "forward", "expected_log_prob"):
+        root = inspect.unwrap(getattr(kind, name)).__module__.partition(".")[0]
+        if root not in ("gpytorch", "botorch", "seqgp"):
+            raise ValueError(
+                f"likelihood: {kind.__name__} overrides {name} of a Gaussian likelihood. Gaussian "
+                "observations are learnt in closed form, with the variances likelihood.noise. If "
+                "noise variances are known, pass them as train_Yvar; if they are learnt, see "
+                "seqgp.HeteroscedasticGaussianLikelihood."
             )
 
 

@@ -18,6 +18,7 @@ from seqgp.dual.sites import Expectations
 from seqgp.likelihoods.choices import first_parts
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.expectations import expectations
+from seqgp.likelihoods.outliers import has_outliers
 from seqgp.likelihoods.traits import observation_noise
 from seqgp.validation import check_arguments, check_coefficients, check_data, check_weights
 
@@ -252,7 +253,7 @@ class Observations:
         return evaluate
 
 
-def arguments_held_by(likelihood: Likelihood, n: int, given: Container[str]) -> dict[str, Any]:
+def arguments_held_by(likelihood: Likelihood, n: int, given: Collection[str]) -> dict[str, Any]:
     """Per-point arguments that a likelihood was made with, for ``n`` observations.
 
     Raises an error if they belong to another number of points.
@@ -265,6 +266,13 @@ def arguments_held_by(likelihood: Likelihood, n: int, given: Container[str]) -> 
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in given:
         observation_noise(likelihood, n)
         return {"noise": likelihood.noise_covar.noise}
+    if has_outliers(likelihood) and not {"noise", "outlier"} & set(given):
+        if likelihood.noise_covar.dim != n:
+            raise ValueError(
+                f"likelihood: this {type(likelihood).__name__} was made for "
+                f"dim={likelihood.noise_covar.dim} observations but was given {n}."
+            )
+        return {"outlier": torch.arange(n)}
     if isinstance(likelihood, BinomialLikelihood) and "total_count" not in given:
         totals = likelihood.total_count
         if totals is not None and totals.numel() == 1:
@@ -280,12 +288,18 @@ def arguments_held_by(likelihood: Likelihood, n: int, given: Container[str]) -> 
 
 
 def check_not_held(likelihood: Likelihood, given: Container[str]) -> None:
-    """Raise if new observations would get the totals that a likelihood holds for its first ones.
+    """Raise if a likelihood knows things of its first observations that new ones would need, too.
 
     Args:
         likelihood: The likelihood.
         given: Names of the arguments that come with the observations.
     """
+    if has_outliers(likelihood):
+        raise ValueError(
+            f"likelihood: a {type(likelihood).__name__} looks for outliers among the observations "
+            "that the model was built with. Build a new model for more observations, or use a "
+            "gpytorch.likelihoods.StudentTLikelihood, which can learn from a stream."
+        )
     if isinstance(likelihood, BinomialLikelihood) and "total_count" not in given:
         totals = likelihood.total_count
         if totals is not None and totals.numel() > 1:

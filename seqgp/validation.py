@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     BetaLikelihood,
@@ -336,6 +337,8 @@ def _arguments_of(
 
     They are the named arguments of its methods. ``None`` for one that does not name them.
     """
+    if issubclass(kind, SparseOutlierGaussianLikelihood):
+        return frozenset({"noise", "outlier"}), frozenset()
     known, required = ({"noise"} if noisy else set()), set()
     leading = {"forward": 1, "marginal": 1, "expected_log_prob": 2, "log_marginal": 2}
     anything = False

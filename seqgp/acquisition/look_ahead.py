@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from botorch.models.utils import gpt_posterior_settings
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihood,
+    Likelihood,
+)
 from linear_operator import to_dense
 from torch import Tensor
 from torch.distributions import Bernoulli
@@ -405,7 +410,7 @@ def _noise(likelihood: Likelihood, n: int, arguments: dict[str, Any]) -> Tensor:
     if noise is not None and not isinstance(likelihood, GaussianLikelihood):
         noise = torch.as_tensor(noise)
         return noise.squeeze(-1) if noise.dim() else noise
-    if noise is None and not isinstance(likelihood, GaussianLikelihood):
+    if noise is None and isinstance(likelihood, FixedNoiseGaussianLikelihood):
         return likelihood.noise_covar.noise.mean(-1, keepdim=True)
     return observation_noise(likelihood, n)
 

@@ -81,7 +81,7 @@ _INTERNAL = {
     *_RESERVED,
     *("model", "_variational_distribution", "_cache", "_correction", "_observed"),
     *("_past", "_whitened", "_summary_known", "_leaves", "_own_steps", "_floating", "settled_at"),
-    "guard",
+    *("guard", "training_graph"),
 }
 _NUMBER = int | float
 

@@ -21,8 +21,11 @@ import gpytorch.likelihoods as gl
 import gpytorch.means as gm
 import gpytorch.priors as gp
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from botorch.models.utils import inducing_point_allocators as bi
 from botorch.models.utils.priors import BetaPrior
+from botorch.utils.constraints import NonTransformedInterval
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HomoskedasticNoise
 from gpytorch.utils import transforms as gt
 from torch import Tensor
 
@@ -294,15 +297,19 @@ def difference(a: Any, b: Any, name: str, seen: set[tuple[int, int]] | None = No
     return next((d for n, x, y in pairs if (d := difference(x, y, n, seen)) is not None), None)
 
 
+#: Attributes of modules of others that need not be the same.
+_CACHES = {"_memoize_cache", "_cached_train_inputs"}
+
+
 def _difference_of_modules(a: Any, b: Any, name: str, seen: set[tuple[int, int]]) -> str | None:
     def tensors(module: torch.nn.Module) -> dict[str, Any]:
-        held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and k not in _CACHES}
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
         return {**dict(parameters), **dict(buffers), **held}
 
     def others(module: torch.nn.Module) -> dict[str, Any]:
-        skipped = {"training", "_parameters", "_buffers", "_memoize_cache"}
+        skipped = {"training", "_parameters", "_buffers", *_CACHES}
         return {
             key: value
             for key, value in sorted(vars(module).items())
@@ -362,7 +369,7 @@ for _cls in (
 ):
     register(_cls)
 
-for _cls in (gc.Interval, gc.GreaterThan, gc.LessThan, gc.Positive):
+for _cls in (gc.Interval, gc.GreaterThan, gc.LessThan, gc.Positive, NonTransformedInterval):
     register(_cls, {"initial_value": _initial_value})
 for _cls in (gk.AdditiveKernel, gk.ProductKernel):
     register(_cls, positional="kernels")
@@ -384,6 +391,27 @@ register(
         "noise_covar": None,
         "learn_additional_noise": lambda m: m.second_noise_covar is not None,
         "batch_shape": lambda m: m.noise_covar.noise.shape[:-1],
+    },
+)
+register(
+    HomoskedasticNoise,
+    {
+        "noise_prior": lambda m: getattr(m, "noise_prior", None),
+        "batch_shape": _shape_of("raw_noise"),
+    },
+)
+register(FixedGaussianNoise)
+register(
+    SparseOutlierGaussianLikelihood,
+    {
+        "base_noise": "noise_covar.base_noise",
+        "dim": "noise_covar.dim",
+        "outlier_indices": lambda m: list(m.noise_covar.support),
+        "rho_prior": lambda m: getattr(m.noise_covar, "rho_prior", None),
+        "rho_constraint": "noise_covar.raw_rho_constraint",
+        "batch_shape": lambda m: m.noise_covar.raw_rho.shape[:-1],
+        "convex_parameterization": "noise_covar.convex_parameterization",
+        "loo": "noise_covar.loo",
     },
 )
 register(

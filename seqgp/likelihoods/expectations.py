@@ -12,6 +12,7 @@ from functools import singledispatch
 from typing import Any
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import (
@@ -181,6 +182,7 @@ def expectations(
 
 @expectations.register(GaussianLikelihood)
 @expectations.register(FixedNoiseGaussianLikelihood)
+@expectations.register(SparseOutlierGaussianLikelihood)
 def _gaussian(
     likelihood: GaussianLikelihood | FixedNoiseGaussianLikelihood,
     targets: Tensor,

@@ -10,6 +10,7 @@ from functools import singledispatch
 from typing import Any
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     FixedNoiseGaussianLikelihood,
@@ -64,6 +65,7 @@ def log_predictive(
 
 @log_predictive.register(GaussianLikelihood)
 @log_predictive.register(FixedNoiseGaussianLikelihood)
+@log_predictive.register(SparseOutlierGaussianLikelihood)
 def _gaussian(
     likelihood: GaussianLikelihood, targets: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any
 ) -> Tensor:

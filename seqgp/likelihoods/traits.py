@@ -24,6 +24,7 @@ from torch import Tensor
 
 from seqgp.likelihoods.continuous import CensoredGaussianLikelihood, GammaLikelihood
 from seqgp.likelihoods.discrete import BinomialLikelihood, OrdinalLikelihood
+from seqgp.likelihoods.outliers import has_outliers, noise_of_new_data
 from seqgp.likelihoods.quadrature import OneDimensionalLikelihood
 from seqgp.likelihoods.ratings import RatingLikelihood
 
@@ -84,7 +85,8 @@ def precision_floor(likelihood: Likelihood) -> float | None:
 
 def is_conjugate(likelihood: Likelihood) -> bool:
     """Whether sites do not depend on the posterior, so that one step is exact."""
-    return isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
+    known = isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
+    return known or has_outliers(likelihood)
 
 
 def takes_noise(likelihood: Likelihood) -> bool:
@@ -142,6 +144,9 @@ def observation_noise(
     if isinstance(likelihood, GaussianLikelihood):
         variance = likelihood.noise if noise is None else noise
         return variance.expand(*variance.shape[:-1], num_data) if variance.dim() else variance
+    if has_outliers(likelihood):
+        variance = noise_of_new_data(likelihood) if noise is None else noise
+        return variance.expand(*variance.shape[:-1], num_data)
     if noise is None:
         noise = likelihood.noise_covar.noise
         if noise.shape[-1] not in (1, num_data):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierGaussianLikelihood
 from botorch.models.transforms.input import AffineInputTransform, InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.models.utils import validate_input_scaling
@@ -29,6 +29,7 @@ from gpytorch.priors import NormalPrior
 from torch import Tensor
 
 from seqgp.distributed import ALONE, Ranks
+from seqgp.likelihoods.outliers import has_outliers
 from seqgp.likelihoods.traits import (
     has_one_latent,
     is_conjugate,
@@ -134,8 +135,15 @@ def assemble(
         train_Y = train_Y.to(train_X)
     given_Y, given_arguments = train_Y, dict(likelihood_arguments or {})
     gaussian = likelihood is not None and is_conjugate(likelihood)
+    if gaussian:
+        _check_gaussian(likelihood)
     if gaussian and train_Yvar is None and isinstance(given_arguments.get("noise"), Tensor):
         train_Yvar = _noise_columns(given_arguments.pop("noise"), train_Y)
+    if train_Yvar is not None and likelihood is not None and has_outliers(likelihood):
+        raise ValueError(
+            f"train_Yvar: a {type(likelihood).__name__} has a base_noise, which is "
+            "FixedGaussianNoise(noise) if noise variances are known."
+        )
     flat = train_X if coefficients is None else train_X.flatten(-3, -2)
     all_Y = ranks.gather(train_Y, -2)
     all_Yvar = None if train_Yvar is None else ranks.gather(train_Yvar, -2)
@@ -300,6 +308,20 @@ def _check_statistics(transform: OutcomeTransform) -> None:
             )
 
 
+def _check_gaussian(likelihood: Likelihood | None) -> None:
+    """Raise if a user's Gaussian likelihood has a density of its own, which would be ignored."""
+    kind = type(likelihood)
+    for name in ("_shaped_noise_covar", "marginal", "forward", "expected_log_prob"):
+        root = inspect.unwrap(getattr(kind, name)).__module__.partition(".")[0]
+        if root not in ("gpytorch", "botorch", "seqgp"):
+            raise ValueError(
+                f"likelihood: {kind.__name__} overrides {name} of a Gaussian likelihood. Gaussian "
+                "observations are learnt in closed form, with the variances likelihood.noise. If "
+                "noise variances are known, pass them as train_Yvar; if they are learnt, see "
+                "seqgp.HeteroscedasticGaussianLikelihood."
+            )
+
+
 def _check_noise(train_Y: Tensor, train_Yvar: Tensor, likelihood: Likelihood | None) -> None:
     """Raise unless noise variances match targets and likelihood."""
     if isinstance(train_Yvar, Likelihood):  # the third argument of SingleTaskVariationalGP
@@ -356,11 +378,6 @@ def _num_latents(likelihood: Likelihood, train_Y: Tensor) -> int | None:
     if has_one_latent(likelihood):
         return None
     latents: int = getattr(likelihood, "num_features", 0)
-    if isinstance(likelihood, SparseOutlierGaussianLikelihood):
-        raise ValueError(
-            "likelihood: the noise of a SparseOutlierGaussianLikelihood belongs to a fixed set of "
-            "training data; for outliers, use gpytorch.likelihoods.StudentTLikelihood."
-        )
     if not latents:
         raise ValueError(
             f"likelihood: {type(likelihood).__name__} has several latent functions, but no "
@@ -400,15 +417,21 @@ def _observations(
     except ValueError as error:
         if outcome_transform is None:
             raise
-        # The transform is at fault, unless the original inputs were already wrong.
+        # The transform is at fault if targets are wrong that were right before.
         points = train_X if coefficients is None else train_X[..., 0, :]
         points = points.unsqueeze(-3) if has_outputs else points
         check_targets(given, points, likelihood, name="train_Y", **arguments)
-        raise ValueError(
-            f"outcome_transform: after a {type(outcome_transform).__name__}, train_Y are no longer "
-            f"possible observations of a {type(likelihood).__name__}; leave it out, since labels "
-            "and counts must not be transformed."
-        ) from error
+        try:
+            check_targets(targets, points, likelihood, **arguments)
+        except ValueError:
+            hint = "leave it out, since labels and counts must not be transformed"
+            if is_conjugate(likelihood):
+                hint = "choose one that is finite at all of them"
+            raise ValueError(
+                f"outcome_transform: after a {type(outcome_transform).__name__}, train_Y are no "
+                f"longer possible observations of a {type(likelihood).__name__}; {hint}."
+            ) from error
+        raise
     return checked.to(lambda tensor: tensor.detach().clone())
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from seqgp.models.training_graph import TrainingGraph
 from seqgp.streaming.model import StreamModel
 
 
@@ -25,6 +26,8 @@ class DataModel(StreamModel, Protocol):
     has_output_dim: bool
     #: Inputs that the model has been conditioned on.
     conditioned_inputs: tuple[Tensor, ...]
+    #: The training data as they were passed, if they have a graph.
+    training_graph: TrainingGraph | None
     #: The hyperparameters and transforms that the posterior belongs to.
     settled_at: tuple[Tensor, ...]
 

@@ -39,6 +39,12 @@ from seqgp.dual.linalg import broadcast_shapes
 from seqgp.dual.natural_gradient import step_limit
 from seqgp.likelihoods import log_predictive
 from seqgp.likelihoods.discrete import OverdispersedBinomialLikelihood
+from seqgp.likelihoods.outliers import (
+    has_outliers,
+    noise_of_new_data,
+    noise_of_training_data,
+    show_training_inputs,
+)
 from seqgp.likelihoods.traits import (
     has_closed_form,
     has_one_latent,
@@ -60,12 +66,14 @@ from seqgp.models.sharding import gathered, scattered, with_graph
 from seqgp.models.staleness import catch_up, is_current, is_finite_and_current, values_of
 from seqgp.models.train_mode import TrainingMarginals
 from seqgp.models.training_data import (
+    graph_of,
     known_noise,
     note_conditioned,
     train_inputs,
     train_targets,
     untransformed_inputs,
 )
+from seqgp.models.training_graph import TrainingGraph
 from seqgp.observations import Observations, check_not_held
 from seqgp.streaming.guard import Guard, reads, writes
 from seqgp.streaming.inducing_points import DEFAULT_LIMIT, InducingPointRule, on_seen_values
@@ -228,6 +236,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
     standardizes_by_default: bool
     #: Inputs that the model has been conditioned on, each ``... x q x d``, before transforms.
     conditioned_inputs: tuple[Tensor, ...] = ()
+    #: The training data as they were passed to the model, if they have a graph.
+    training_graph: TrainingGraph | None = None
     #: The hyperparameters and transforms for which the posterior was computed.
     settled_at: tuple[Tensor, ...] = ()
     has_output_dim: bool  # whether the last batch dimension is that of the outputs
@@ -313,7 +323,20 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.to(train_X)
             self.eval()
             check_bound(self.refresh(), "train_Y")
+        if train_Y is not None and coefficients is None:
+            self.training_graph = self._graph_of(train_X, train_Y, train_Yvar)
         self.train()  # as BoTorch's models are, until something is predicted or learnt
+
+    def _graph_of(self, X: Tensor, Y: Tensor, Yvar: Tensor | None) -> TrainingGraph | None:
+        """The graph of training data, as the constructor takes them."""
+        held = self.stream.observations
+        targets = held.targets
+        if Y.requires_grad:
+            if hasattr(self, "outcome_transform"):  # its statistics depend on them, too
+                learns = copy.deepcopy(self.outcome_transform).train()
+                Y, _ = learns(Y, Yvar, X=self.transform_train_inputs(X))
+            targets = self.to_targets(Y)
+        return TrainingGraph.of(held, X, targets)
 
     def _put_on_seen_values(self, X: Tensor) -> None:
         """Move inducing points of a user's allocator to observed values of the discrete columns."""
@@ -408,7 +431,14 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         inputs = self.transform_train_inputs(points)
         # Without a transform, return the same tensors: caches recognise them by identity.
         data = observations if inputs is points else observations.with_inputs(inputs)
-        return data.with_batch_dimension() if self.has_output_dim else data
+        data = data.with_batch_dimension() if self.has_output_dim else data
+        arguments = dict(data.arguments)
+        outlier = arguments.pop("outlier", None)
+        if outlier is None:
+            return data
+        variance = self.covar_module(data.points, diag=True)
+        noise = noise_of_training_data(self.likelihood, outlier, variance)
+        return replace(data, arguments={**arguments, "noise": noise})
 
     def checked(
         self, X: Tensor, Y: Tensor, noise: Tensor | None, arguments: dict[str, Any]
@@ -673,6 +703,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         if self.training:
             self.variational_strategy.keep_placed()
             inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
+            # Only objectives for exact GPs know this likelihood, and they ask for the prior.
+            prior = prior or (has_outliers(self.likelihood) and self._is_exact())
         f = super().__call__(inputs, prior=prior, **kwargs)
         if prior or not self.training:
             return f
@@ -766,7 +798,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             noisy = observation_noise is not False
             likelihood = self.likelihood
             if noisy and is_conjugate(likelihood):
-                f = likelihood(f, **self._noise_at(f, observation_noise))
+                f = likelihood(f, **self._noise_at(f, X, observation_noise))
             elif noisy and isinstance(likelihood, OverdispersedBinomialLikelihood):
                 f = _with_nugget(f, likelihood.nugget)  # the log odds of each observation
             elif not noisy:
@@ -827,9 +859,22 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         first = indices[0] if isinstance(noise, Tensor) and min(indices) > 0 else 0
         return indices == list(range(first, first + self.num_outputs))
 
-    def _noise_at(self, f: MultivariateNormal, noise: bool | Tensor) -> dict[str, Tensor]:
-        """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant."""
+    def _noise_at(
+        self, f: MultivariateNormal, X: Tensor, noise: bool | Tensor
+    ) -> dict[str, Tensor | list[Tensor]]:
+        """The argument ``noise``, ``... [x m] x q``, unless the likelihood's own is meant.
+
+        Args:
+            f: The distribution of latent values.
+            X: ``... x q x d`` transformed inputs, by which BoTorch recognises its outliers.
+            noise: As for `posterior`.
+        """
         shape = torch.Size([*f.batch_shape, *f.event_shape])
+        if noise is True and has_outliers(self.likelihood):
+            show_training_inputs(self.likelihood, train_inputs(self, raw=False))
+            base = noise_of_new_data(self.likelihood)
+            known = {} if X.shape[-2] == self.num_data else {"noise": base.expand(shape)}
+            return {"X": [X], **known}
         if isinstance(noise, Tensor):
             columns = self.to_columns(f.mean).shape
             check_noise(noise, columns, "observation_noise")
@@ -1100,6 +1145,11 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 shard = Shard.begin(len(changed), fade.device, ranks)
                 stream = replace(stream, shard=shard).noting_noise()
             ranks.commit(lambda: setattr(self, "stream", stream))
+            self.training_graph = TrainingGraph.of(
+                changed,
+                changed.inputs if inputs is None else inputs,
+                changed.targets if targets is None else targets,
+            )
 
     # ---------------------------------------------------------------- streaming
 
@@ -1453,8 +1503,9 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 )
             kwargs["noise"] = self.to_targets(noise)
         elif "noise" not in kwargs and isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
-            mean_noise = self._mean_noise()
-            kwargs["noise"] = mean_noise.expand(*mean_noise.shape[:-1], X.shape[-2])
+            kwargs["noise"] = _repeated(self._mean_noise(), X.shape[-2])
+        elif "noise" not in kwargs and has_outliers(self.likelihood):
+            kwargs["noise"] = _repeated(noise_of_new_data(self.likelihood), X.shape[-2])
         with renamed(inputs="X", targets="Y"):
             model: SequentialGP = self.variational_strategy.get_fantasy_model(
                 self.with_outputs(X_tf), self.to_targets(Y), **kwargs
@@ -1531,6 +1582,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
         check_points(inputs, self.num_inputs, "inputs")
         self._leave_train_mode()
         inputs = self.in_precision(inputs)
+        if "noise" not in kwargs and has_outliers(self.likelihood):
+            kwargs["noise"] = _repeated(noise_of_new_data(self.likelihood), inputs.shape[-2])
         model: SequentialGP = self.variational_strategy.get_fantasy_model(
             self.with_outputs(self._observed_at(inputs)), targets, **kwargs
         )
@@ -1681,7 +1734,10 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             self.unshare()
         known = strategy.is_fantasy or strategy.has_summary
         covers = converts and not known and self.inducing_points_cover_data
+        graph = graph_of(self)
         self.stream = self.stream.to(fn)
+        if graph is not None:
+            self.training_graph = graph.to(fn, self.stream.observations)
         self.conditioned_inputs = tuple(map(fn, self.conditioned_inputs))
         super()._apply(fn, *args, **kwargs)
         if covers and strategy.ranks.alone and not self.inducing_points_cover_data:
@@ -1713,6 +1769,11 @@ def _one_latent(f: MultivariateNormal, index: int) -> MultivariateNormal:
     """One of several independent latents."""
     blocks = f.lazy_covariance_matrix.base_linear_op  # ... x c x n x n
     return MultivariateNormal(f.mean[..., index], blocks[..., index, :, :])
+
+
+def _repeated(variance: Tensor, n: int) -> Tensor:
+    """A variance ``... x 1`` for each of ``n`` observations."""
+    return variance.expand(*variance.shape[:-1], n)
 
 
 def _with_nugget(f: MultivariateNormal, nugget: Tensor) -> MultivariateNormal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from botorch.models.likelihoods.sparse_outlier_noise import SparseOutlierNoise
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
@@ -33,6 +34,8 @@ def values_of(model: DataModel) -> Tensor:
             found += [t for t in module._parameters.values() if t is not None]
             found += [t for t in module._buffers.values() if t is not None]
             found += [t for t in vars(module).values() if isinstance(t, Tensor)]
+            if isinstance(module, SparseOutlierNoise):
+                found.append(module.rho)  # which observations are outliers is no tensor
     flat = [tensor.reshape(-1).to(like.device, like.dtype) for tensor in found]
     return torch.cat(flat) if flat else like.new_empty(0)
 

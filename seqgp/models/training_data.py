@@ -14,7 +14,19 @@ from torch import Tensor
 
 from seqgp.dual.linalg import broadcast_shapes
 from seqgp.models.protocol import DataModel
+from seqgp.models.training_graph import TrainingGraph
 from seqgp.observations import concatenate
+
+
+def graph_of(model: DataModel) -> TrainingGraph | None:
+    """The graph of the training data, if the model still holds them, and only them.
+
+    Args:
+        model: The model.
+    """
+    graph, observed = model.training_graph, model.variational_strategy.observed
+    current = graph is not None and graph.observations is model.stream.observations
+    return graph if current and observed is None else None
 
 
 def train_inputs(model: DataModel, raw: bool) -> Tensor:
@@ -26,7 +38,9 @@ def train_inputs(model: DataModel, raw: bool) -> Tensor:
         model: The model.
         raw: Whether they are returned as they were given, or after the input transform.
     """
-    data = model.stream.observations
+    data, graph = model.stream.observations, graph_of(model)
+    if raw and graph is not None:
+        return graph.inputs
     with torch.no_grad():
         if not raw:
             data = data.with_inputs(model.transform_train_inputs(data.points))
@@ -60,6 +74,9 @@ def train_targets(model: DataModel) -> Tensor:
             "copy of the data. model.memory returns those in the memory without this warning.",
             stacklevel=3,
         )
+    graph = graph_of(model)
+    if graph is not None:
+        return graph.targets
     targets = model.stream.observations.targets.detach().clone()
     observed = model.variational_strategy.observed
     if observed is None:

@@ -236,15 +236,15 @@ REFUSED: dict[str, Refusal] = {
         "batch of models with several latents",
         "`posterior(X).rsample()`",
     ),
-    "relevance pursuit (`SparseOutlierGaussianLikelihood`)": Refusal(
+    "a stream with a `SparseOutlierGaussianLikelihood`": Refusal(
         lambda: SequentialGP(
             inputs(),
             targets(),
             likelihood=SparseOutlierGaussianLikelihood(HomoskedasticNoise(), dim=8),
-        ),
+        ).update(inputs(1), targets(1)),
         ValueError,
-        "belongs to a fixed set of training data",
-        "`StudentTLikelihood`",
+        "looks for outliers among the observations that the model was built with",
+        "`StudentTLikelihood`, or a new model",
     ),
     "a training loop that was given observations instead of `train_targets`": Refusal(
         lambda: _taught_observations().posterior(inputs()),

@@ -12,6 +12,7 @@ from gpytorch.kernels import RBFKernel
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
     BetaLikelihood,
+    GaussianLikelihood,
     GaussianLikelihoodWithMissingObs,
     PoissonLikelihood,
     SoftmaxLikelihood,
@@ -391,7 +392,7 @@ def test_missing_targets() -> None:
 
 
 def test_data_that_require_grad() -> None:
-    """They are copied without their graph, which is theirs and can still be used."""
+    """They are learnt from without their graph, which is theirs and can still be used."""
     X, Y = make_inputs(12, 2), torch.sin(5 * make_inputs(12, 2)).sum(-1, keepdim=True)
     leaf = X.clone().requires_grad_()
     inputs, targets = 1.0 * leaf, Y + 0 * leaf[:, :1]
@@ -409,3 +410,15 @@ def test_data_that_require_grad() -> None:
     gradient = torch.autograd.grad(known.posterior(test).mean.sum(), leaf)[0]
     assert gradient[10:].abs().min() > 0  # observations on top keep their graph
     assert gradient[:10].abs().max() == 0
+
+
+def test_gaussian_likelihoods_with_noise_of_their_own() -> None:
+    """They would be learnt with another noise than they have."""
+
+    class Louder(GaussianLikelihood):
+        def _shaped_noise_covar(self, *args: Any, **kwargs: Any) -> Any:
+            return 5 * super()._shaped_noise_covar(*args, **kwargs)
+
+    X = make_inputs(6, 2)
+    with pytest.raises(ValueError, match="Louder overrides _shaped_noise_covar of a Gaussian"):
+        SequentialGP(X, X[:, :1], likelihood=Louder())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from botorch.models.transforms import Normalize, Standardize, Warp
 from botorch.models.transforms.input import ChainedInputTransform, InputTransform
 from botorch.optim.utils import get_X_baseline
 from botorch.sampling import IIDNormalSampler, SobolQMCNormalSampler
+from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
 from seqgp import SequentialGP
-from tests.helpers import EMPTY, assert_close, make_inputs
+from tests.helpers import EMPTY, assert_close, make_inputs, unscaled
 from tests.models.helpers import pair
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -268,3 +270,55 @@ def test_fantasies_show_the_noise_that_they_have(
     added = known.mean(-1, keepdim=True).expand_as(known)[..., :3] if noise is None else 1.7
     assert (ours.likelihood.noise[..., :-3] - known).abs().max() < 1e-12
     assert (ours.likelihood.noise[..., -3:] - added).abs().max() < 1e-12
+
+
+#: Statistics of the observations have a gradient, too; those of inputs are frozen.
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "none": {"outcome_transform": None},
+    "normalize": {"input_transform": Normalize(2, bounds=torch.tensor([[0.0, 0.0], [2.0, 3.0]]))},
+}
+
+
+@unscaled
+@pytest.mark.parametrize("set_later", [False, True])
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_with_respect_to_training_data(name: str, outputs: int, set_later: bool) -> None:
+    """The network that makes the inputs learns from the evidence, as with an exact GP."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sigmoid())
+    X = make_inputs(12, 2)
+    leaf = (5 + 3 * torch.sin(3 * X[:, :outputs])).requires_grad_()
+    gradients = []
+    for kind in (SequentialGP, SingleTaskGP):
+        given = (network(X).detach(), leaf.detach()) if set_later else (network(X), leaf)
+        model = kind(*given, **copy.deepcopy(TRANSFORMS[name]))
+        if set_later:
+            inputs = network(X)
+            if outputs > 1:
+                inputs = inputs.expand(outputs, *inputs.shape)
+            moved = (leaf - leaf.detach()).mT
+            model.set_train_data(inputs, model.train_targets + moved.squeeze(0))
+        mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+        loss = -mll(model(*model.train_inputs), model.train_targets).sum()
+        wanted = (*network.parameters(), leaf)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, wanted)]))
+    assert_close(*gradients)
+    assert gradients[0].abs().min() > 0
+
+
+@unscaled
+def test_the_graph_of_training_data_ends_with_them() -> None:
+    leaf = make_inputs(12, 2).requires_grad_()
+    model = SequentialGP(2 * leaf, torch.sin(leaf[:, :1]))
+    assert model.train_inputs[0].requires_grad
+    assert model.train_targets.requires_grad
+    assert model.float().train_inputs[0].dtype == torch.float32
+    assert model.double().train_inputs[0].requires_grad
+    assert not copy.deepcopy(model).train_inputs[0].requires_grad
+    assert not pickle.loads(pickle.dumps(model)).train_inputs[0].requires_grad
+    known = model.condition_on_observations(leaf[:1].detach(), torch.zeros(1, 1))
+    assert len(known.train().train_inputs[0]) == len(known.train_targets) == 13
+    model.update(leaf[:2].detach(), torch.zeros(2, 1), learn=False)
+    assert len(model.train().train_inputs[0]) == 14
+    assert not model.train_inputs[0].requires_grad

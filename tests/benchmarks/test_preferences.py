@@ -31,9 +31,6 @@ def test_other_utilities(kind: str, d: int) -> None:
     assert abs(f.mean()) < 0.1
     assert abs(f.std() - 1.5) < 0.1
     assert torch.equal(f, random_utility(kind, d, 1, 1.5)(X))
-    assert (
-        kind == "hartmann" and d >= 6 or not torch.allclose(f, random_utility(kind, d, 2, 1.5)(X))
-    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ Duel loops ask for the pair of largest expected utility of the best option (EUBO
 is that of the item of largest posterior mean.
 
 Accuracy alone is also compared on utilities of other kinds, drawn at random
-(`benchmarks.utilities`).
+(`benchmarks.utilities`), of people who answer with as little noise, or with much more of it.
 
 On small sets, both approximations are compared with long MCMC at the same hyperparameters, those of
 ours. Times are processor seconds of one thread, which other work on the machine disturbs little.
@@ -54,10 +54,10 @@ TEST, MORE = 500, 20
 #: How many seeds there are for each number of comparisons, for `PreferenceGP` and `PairwiseGP`. The
 #: latter has a Laplace approximation at all items, so that a fit to 500 takes minutes.
 SEEDS = {50: (20, 20), 150: (10, 10), 500: (3, 1), 2000: (3, 0), 10_000: (3, 0)}
-#: How many seeds there are of each kind of other utilities, for each number of comparisons.
-OTHERS = {50: 5, 150: 2}
-#: The standard deviation of these utilities, of which the noise is a fifth.
-SPREAD = 5 * NOISE
+#: The noise of people with other utilities, relative to the standard deviation of these. How many
+#: seeds there are of each kind of utility, for each number of comparisons.
+PEOPLE = {"others": 0.2, "noisier": 1.0}
+OTHERS = {"others": {50: 5, 150: 2}, "noisier": {50: 3}}
 #: How many seeds of duel loops there are.
 LOOPS = 10
 #: Chains, samples of each that are kept, and samples before that are not.
@@ -70,7 +70,7 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     numbers, others, dims, duels = SEEDS, OTHERS, [2, 4, 8], 24
     kinds, repeats, loops = list(KINDS), 3, LOOPS
     if options.quick:
-        numbers, others, dims, duels = {20: (1, 1)}, {20: 1}, [2], 12
+        numbers, others, dims, duels = {20: (1, 1)}, {"others": {20: 1}}, [2], 12
         kinds, repeats, loops = kinds[:1], 1, 1
     small, *larger = numbers
     repeats, loops = options.repeats or repeats, options.repeats or loops
@@ -99,8 +99,9 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         for way in WAYS
     ]
     work += [
-        Unit(f"others/n={n}/d={d}/{kind}/seed{seed}", partial(other, kind, n, d, seed))
-        for n, number in others.items()
+        Unit(f"{who}/n={n}/d={d}/{kind}/seed{seed}", partial(other, who, kind, n, d, seed))
+        for who, seeds in others.items()
+        for n, number in seeds.items()
         for seed in range(options.repeats or number)
         for d in dims
         for kind in kinds
@@ -204,10 +205,10 @@ def measure(way: str, n: int, d: int, seed: int) -> dict[str, Any]:
         return result | (one_more if way == "ours" else one_more_refitted)(model, X, Y, n)
 
 
-def other(kind: str, n: int, d: int, seed: int) -> dict[str, Any]:
-    """Scores of both after a fit to ``n`` comparisons by another utility."""
+def other(who: str, kind: str, n: int, d: int, seed: int) -> dict[str, Any]:
+    """Scores of both after a fit to ``n`` comparisons by one of the other `PEOPLE`."""
     torch.manual_seed(seed)
-    of = random_utility(kind, d, 10_000 + seed, SPREAD)
+    of = random_utility(kind, d, 10_000 + seed, NOISE / PEOPLE[who])
     X, Y = duels_of(n, d, seed, of)
     with known_warnings():
         return {way: score(fitted(way, X, Y), d, seed, of) for way in WAYS}
@@ -348,7 +349,7 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     compared = {key: rows for key, rows in groups.items() if key.startswith(tuple(WAYS))}
     loops = {key: rows for key, rows in groups.items() if key.startswith("loop/")}
     exact = {key: rows for key, rows in groups.items() if key.startswith("mcmc/")}
-    others = {key: rows for key, rows in groups.items() if key.startswith("others/")}
+    others = {key: rows for key, rows in groups.items() if key.startswith(tuple(PEOPLE))}
     tables = [_accuracy(compared), _others(others), _times(compared), _regrets(loops)]
     return "\n\n".join("\n".join(table) for table in [*tables, _exact(exact)])
 
@@ -372,20 +373,20 @@ def _accuracy(groups: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _others(groups: dict[str, dict[str, Any]]) -> list[str]:
-    """Means over kinds of utilities and seeds, and of differences, with standard errors."""
+    """The same for other utilities, over kinds and seeds."""
     lines = [
-        "| comparisons | d | utilities | log density of a duel: ours | PairwiseGP | difference "
-        "| correlation: ours | PairwiseGP | difference |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| noise | comparisons | d | utilities | log density of a duel: ours | PairwiseGP "
+        "| difference | correlation: ours | PairwiseGP | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    sizes: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
+    sizes: dict[tuple[float, str, str], list[tuple[Any, Any]]] = {}
     for key, rows in groups.items():
-        _, n, d, _ = key.split("/")
+        who, n, d, _ = key.split("/")
         both = [(row["ours"], row["pairwise"]) for row in rows.values()]
-        sizes.setdefault((n[2:], d[2:]), []).extend(both)
-    for (n, d), both in sizes.items():
+        sizes.setdefault((PEOPLE[who], n[2:], d[2:]), []).extend(both)
+    for (noise, n, d), both in sizes.items():
         cells = " | ".join(_scores([ours for ours, _ in both], both))
-        lines.append(f"| {n} | {d} | {len(both)} | {cells} |")
+        lines.append(f"| {noise} | {n} | {d} | {len(both)} | {cells} |")
     return lines
 
 

@@ -53,13 +53,13 @@ NOISE, FIRST = 0.3, 50
 TEST, MORE = 500, 20
 #: How many seeds there are for each number of comparisons, for `PreferenceGP` and `PairwiseGP`. The
 #: latter has a Laplace approximation at all items, so that a fit to 500 takes minutes.
-SEEDS = {50: (20, 20), 150: (10, 10), 500: (3, 1), 2000: (3, 0), 10_000: (3, 0)}
+SEEDS = {50: (20, 20), 150: (5, 5), 500: (3, 2), 2000: (3, 0), 10_000: (3, 0)}
 #: The noise of people with other utilities, relative to the standard deviation of these. How many
 #: seeds there are of each kind of utility, for each number of comparisons.
 PEOPLE = {"others": 0.2, "noisier": 1.0}
-OTHERS = {"others": {50: 5, 150: 2}, "noisier": {50: 3}}
+OTHERS = {"others": {50: 5, 150: 1}, "noisier": {50: 3}}
 #: How many seeds of duel loops there are.
-LOOPS = 10
+LOOPS = 6
 #: Chains, samples of each that are kept, and samples before that are not.
 CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}

@@ -14,6 +14,9 @@ one more comparison costs is measured in three ways, each with a prediction afte
 Duel loops ask for the pair of largest expected utility of the best option (EUBO), and their regret
 is that of the item of largest posterior mean.
 
+Accuracy alone is also compared on utilities of other kinds, drawn at random
+(`benchmarks.utilities`), of people who answer with as little noise, or with much more of it.
+
 On small sets, both approximations are compared with long MCMC at the same hyperparameters, those of
 ours. Times are processor seconds of one thread, which other work on the machine disturbs little.
 """
@@ -40,6 +43,7 @@ from torch import Tensor
 from benchmarks.baselines.elliptical_slice import elliptical_slice
 from benchmarks.known_warnings import known_warnings
 from benchmarks.runner import Options, Unit
+from benchmarks.utilities import KINDS, Utility, random_utility
 from seqgp import DualELBO, PreferenceGP
 from seqgp.duel_optimizer import DuelOptimizer
 
@@ -49,7 +53,13 @@ NOISE, FIRST = 0.3, 50
 TEST, MORE = 500, 20
 #: How many seeds there are for each number of comparisons, for `PreferenceGP` and `PairwiseGP`. The
 #: latter has a Laplace approximation at all items, so that a fit to 500 takes minutes.
-SEEDS = {50: (10, 10), 150: (5, 5), 500: (3, 1), 2000: (3, 0), 10_000: (3, 0)}
+SEEDS = {50: (20, 20), 150: (5, 5), 500: (3, 2), 2000: (3, 0), 10_000: (3, 0)}
+#: The noise of people with other utilities, relative to the standard deviation of these. How many
+#: seeds there are of each kind of utility, for each number of comparisons.
+PEOPLE = {"others": 0.2, "noisier": 1.0}
+OTHERS = {"others": {50: 5, 150: 1}, "noisier": {50: 3}}
+#: How many seeds of duel loops there are.
+LOOPS = 6
 #: Chains, samples of each that are kept, and samples before that are not.
 CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
@@ -57,11 +67,13 @@ WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
 
 def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
     """Small sets and loops, and then the larger ones, seed by seed: the cheapest first."""
-    numbers, dims, duels = SEEDS, [2, 4, 8], 24
+    numbers, others, dims, duels = SEEDS, OTHERS, [2, 4, 8], 24
+    kinds, repeats, loops = list(KINDS), 3, LOOPS
     if options.quick:
-        numbers, dims, duels = {20: (1, 1)}, [2], 12
+        numbers, others, dims, duels = {20: (1, 1)}, {"others": {20: 1}}, [2], 12
+        kinds, repeats, loops = kinds[:1], 1, 1
     small, *larger = numbers
-    repeats = options.repeats or (1 if options.quick else 3)
+    repeats, loops = options.repeats or repeats, options.repeats or loops
 
     def sets(n: int, seeds: list[int]) -> list[Unit]:
         return [
@@ -82,9 +94,17 @@ def units(options: Options) -> tuple[dict[str, Any], list[Unit]]:
         work += sets(n, list(range(options.repeats or max(numbers[n]))))
     work += [
         Unit(f"loop/{way}/d={d}/seed{seed}", partial(loop, way, d, duels, seed))
-        for seed in range(repeats)
+        for seed in range(loops)
         for d in dims[:2]
         for way in WAYS
+    ]
+    work += [
+        Unit(f"{who}/n={n}/d={d}/{kind}/seed{seed}", partial(other, who, kind, n, d, seed))
+        for who, seeds in others.items()
+        for n, number in seeds.items()
+        for seed in range(options.repeats or number)
+        for d in dims
+        for kind in kinds
     ]
     work += [unit for seed in range(repeats) for n in larger[1:] for unit in sets(n, [seed])]
     settings = {
@@ -111,12 +131,12 @@ def utility(X: Tensor) -> Tensor:
     return 6 * torch.sin(4 * X * weight).mean(-1) - 4 * (X - 0.6).square().mean(-1)
 
 
-def duels_of(n: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
+def duels_of(n: int, d: int, seed: int, of: Utility = utility) -> tuple[Tensor, Tensor]:
     """``2n x d`` random items and ``n x 2`` comparisons of each with the next one."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.rand(2 * n, d, dtype=torch.float64, generator=generator)
     noise = NOISE * torch.randn(2 * n, dtype=torch.float64, generator=generator)
-    return X, answers(utility(X) + noise)
+    return X, answers(of(X) + noise)
 
 
 def answers(seen: Tensor) -> Tensor:
@@ -136,21 +156,21 @@ def fitted(way: str, X: Tensor, Y: Tensor) -> Any:
     return peer.eval()
 
 
-def held_out(d: int, seed: int) -> tuple[Tensor, Tensor]:
+def held_out(d: int, seed: int, of: Utility = utility) -> tuple[Tensor, Tensor]:
     """Items and ``2 x n`` comparisons that no model learns: winners, losers."""
-    X, Y = duels_of(TEST, d, 1000 + seed)
+    X, Y = duels_of(TEST, d, 1000 + seed, of)
     return X, Y.mT
 
 
 @torch.no_grad()
-def score(model: Any, d: int, seed: int) -> dict[str, float]:
+def score(model: Any, d: int, seed: int, of: Utility = utility) -> dict[str, float]:
     """Log density of held-out duels, and correlation with the utility."""
-    X, (won, lost) = held_out(d, seed)
+    X, (won, lost) = held_out(d, seed, of)
     f = model.posterior(X).distribution
     S = f.covariance_matrix
     variance = S[won, won] + S[lost, lost] - 2 * S[won, lost]
     density = torch.special.log_ndtr((f.mean[won] - f.mean[lost]) / (2 + variance).sqrt())
-    both = torch.stack([f.mean, utility(X)])
+    both = torch.stack([f.mean, of(X)])
     return {"density": float(density.mean()), "correlation": float(both.corrcoef()[0, 1])}
 
 
@@ -183,6 +203,15 @@ def measure(way: str, n: int, d: int, seed: int) -> dict[str, Any]:
         result: dict[str, Any] = {"fit": time.process_time() - start, **score(model, d, seed)}
         result["acquisition"] = seconds(lambda: acquisition(model, d))
         return result | (one_more if way == "ours" else one_more_refitted)(model, X, Y, n)
+
+
+def other(who: str, kind: str, n: int, d: int, seed: int) -> dict[str, Any]:
+    """Scores of both after a fit to ``n`` comparisons by one of the other `PEOPLE`."""
+    torch.manual_seed(seed)
+    of = random_utility(kind, d, 10_000 + seed, NOISE / PEOPLE[who])
+    X, Y = duels_of(n, d, seed, of)
+    with known_warnings():
+        return {way: score(fitted(way, X, Y), d, seed, of) for way in WAYS}
 
 
 def one_more(model: Any, X: Tensor, Y: Tensor, n: int) -> dict[str, Any]:
@@ -320,8 +349,9 @@ def render(units: dict[str, dict[str, Any]], directory: Path) -> str:
     compared = {key: rows for key, rows in groups.items() if key.startswith(tuple(WAYS))}
     loops = {key: rows for key, rows in groups.items() if key.startswith("loop/")}
     exact = {key: rows for key, rows in groups.items() if key.startswith("mcmc/")}
-    lines = [*_accuracy(compared), "", *_times(compared), "", *_regrets(loops), "", *_exact(exact)]
-    return "\n".join(lines)
+    others = {key: rows for key, rows in groups.items() if key.startswith(tuple(PEOPLE))}
+    tables = [_accuracy(compared), _others(others), _times(compared), _regrets(loops)]
+    return "\n\n".join("\n".join(table) for table in [*tables, _exact(exact)])
 
 
 def _accuracy(groups: dict[str, dict[str, Any]]) -> list[str]:
@@ -336,17 +366,46 @@ def _accuracy(groups: dict[str, dict[str, Any]]) -> list[str]:
         if way != "ours":
             continue
         theirs = groups.get(f"pairwise/{n}/{d}", {})
-        cells = []
-        for score in ("density", "correlation"):
-            both = [(ours[s][score], theirs[s][score]) for s in ours if s in theirs]
-            cells += [
-                f"{statistics.mean(row[score] for row in ours.values()):.4f}",
-                f"{statistics.mean(b for _, b in both):.4f}" if both else "",
-                _with_error([a - b for a, b in both]),
-            ]
+        cells = _scores(list(ours.values()), [(ours[s], theirs[s]) for s in ours if s in theirs])
         seeds = f"{len(ours)}, {len(theirs)}"
         lines.append(f"| {n[2:]} | {d[2:]} | {seeds} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _others(groups: dict[str, dict[str, Any]]) -> list[str]:
+    """The same for other utilities, over kinds and seeds."""
+    lines = [
+        "| noise | comparisons | d | utilities | log density of a duel: ours | PairwiseGP "
+        "| difference | correlation: ours | PairwiseGP | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    sizes: dict[tuple[float, str, str], list[tuple[Any, Any]]] = {}
+    for key, rows in groups.items():
+        who, n, d, _ = key.split("/")
+        both = [(row["ours"], row["pairwise"]) for row in rows.values()]
+        sizes.setdefault((PEOPLE[who], n[2:], d[2:]), []).extend(both)
+    for (noise, n, d), both in sizes.items():
+        cells = " | ".join(_scores([ours for ours, _ in both], both))
+        lines.append(f"| {noise} | {n} | {d} | {len(both)} | {cells} |")
+    return lines
+
+
+def _scores(ours: list[Any], both: list[tuple[Any, Any]]) -> list[str]:
+    """For each score: the mean of ours, that of `PairwiseGP`, and that of the differences.
+
+    Args:
+        ours: Results of ours.
+        both: Results of both on the same data, if there are any.
+    """
+    cells = []
+    for score in ("density", "correlation"):
+        values = [(a[score], b[score]) for a, b in both]
+        cells += [
+            f"{statistics.mean(row[score] for row in ours):.4f}",
+            f"{statistics.mean(b for _, b in values):.4f}" if values else "",
+            _with_error([a - b for a, b in values]),
+        ]
+    return cells
 
 
 def _with_error(differences: list[float]) -> str:

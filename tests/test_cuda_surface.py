@@ -955,6 +955,29 @@ def test_rated_items() -> None:
     on_both(action)
 
 
+def test_choices_among_items() -> None:
+    def action(device: torch.device) -> Any:
+        items = points(device, 7)
+        pairs = torch.tensor([[0, 1], [2, 3]], device=device)
+        choices = torch.tensor([[4, 0, 1, -1], [2, 6, 5, 3]], device=device)
+        model = PreferenceGP(items, pairs, covar_module=make_kernel(), choices=choices)
+        model.update(items, pairs, choices=choices[:1], steps=1)
+        conditioned = model.condition_on_observations(items, pairs[:1], choices=choices)
+        sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+        return (
+            model.answers(items[:2]).mean,
+            model.comparisons,
+            model.choices,
+            model.leverage(items, pairs, choices=choices),
+            model.log_predictive_density(items, pairs, choices=choices),
+            conditioned.posterior(items).mean,
+            model.fantasize(items[:2], sampler).posterior(items).mean,
+            InformationAboutBest(model, items, 16)(items[:2].unsqueeze(0)),
+        )
+
+    on_both(action)
+
+
 def test_duel_optimizer() -> None:
     def action(device: torch.device) -> Any:
         bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=device)

@@ -62,6 +62,8 @@ class PreferenceGP(SequentialGP):
     * ``datapoints`` cannot be ``None``. To begin without comparisons, pass items that could be
       compared. Attributes of the Laplace approximation (``utility``, ``covar_chol``, ...) do not
       exist; `posterior` returns the utilities.
+    * ``likelihood`` is that of a difference of utilities, such as a `BernoulliLikelihood`, and has
+      no methods ``p`` and ``log_p``; `answers` has the probabilities.
     * ``datapoints`` and ``comparisons`` return the comparisons in the memory, and their items.
     * `condition_on_observations`, `update`, `forget`, `leverage` and `log_predictive_density` take
       items ``X`` and comparisons ``Y``, which are indices of the rows of this ``X``. Earlier items

@@ -701,6 +701,13 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             there are several; with several latents, a multitask one with event shape ``n x c``.
         """
         if self.training:
+            if not prior and self.stream.observations.coefficients is not None:
+                raise RuntimeError(
+                    "This model has observed sums or differences of values, which an objective "
+                    "cannot compare with values at inputs. Fit it with "
+                    "botorch.fit.fit_gpytorch_mll, or maximise, in your own training loop, "
+                    "DualELBO(model.likelihood, model).with_priors(model.bound()[0], 1)."
+                )
             self.variational_strategy.keep_placed()
             inputs = self.with_outputs(self.transform_inputs(self.shared_by_outputs(inputs)))
             # Only objectives for exact GPs know this likelihood, and they ask for the prior.

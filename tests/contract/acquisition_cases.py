@@ -324,7 +324,7 @@ CASES: dict[str, Case] = {
 #: Not for a single Gaussian process: what BoTorch asks for instead.
 OTHER_MODELS = {
     "qBayesianActiveLearningByDisagreement": "a fully Bayesian model",
-    "AnalyticExpectedUtilityOfBestOption": "a `PairwiseGP`",
+    "AnalyticExpectedUtilityOfBestOption": "a model of comparisons, such as `PreferenceGP`",
 }
 
 

@@ -347,6 +347,15 @@ def test_a_training_loop() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [DualELBO, PairwiseLaplaceMarginalLogLikelihood])
+def test_a_training_loop_that_passes_utilities(kind: Any) -> None:
+    """Comparisons are not observations of them. With two items, shapes would even broadcast."""
+    model = PreferenceGP(torch.rand(2, 2), torch.tensor([[0, 1], [1, 0], [0, 1]]))
+    mll = kind(model.likelihood, model)
+    with pytest.raises(RuntimeError, match=r"sums or differences.*fit_gpytorch_mll, .*bound\(\)"):
+        mll(model.train()(*model.train_inputs), model.train_targets)
+
+
 def test_fit_to_easy_comparisons() -> None:
     """Of which the likelihood of large outputscales is largest: they end within their prior."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """The oldest versions that ``pyproject.toml`` allows, as constraints for pip.
 
-``python -m tests.oldest_versions > oldest.txt``, then ``pip install -c oldest.txt ".[ax,plots,test]"``.
+``python -m tests.oldest_versions > oldest.txt``, then
+``pip install -c oldest.txt ".[ax,plots,test]"``.
 """
 
 from __future__ import annotations

@@ -52,10 +52,11 @@ def check_tensor(value: Any, name: str) -> None:
     """
     if not isinstance(value, Tensor):
         table = hasattr(value, "to_numpy")  # of pandas or polars
-        convert = f"torch.as_tensor({name}{'.to_numpy()' if table else ''}, dtype=torch.double)"
+        # Arrays of pandas cannot be written to: `torch.as_tensor` warns of them, unlike a copy.
+        convert = f"torch.tensor({name}.to_numpy()" if table else f"torch.as_tensor({name}"
         raise TypeError(
             f"{name}: expected a torch.Tensor, got {type(value).__name__}; convert it with "
-            f"{convert}."
+            f"{convert}, dtype=torch.double)."
         )
     if value.layout != torch.strided:
         raise TypeError(
@@ -313,7 +314,7 @@ def check_arguments(
     given, kind = list(given), type(likelihood).__name__
     for name in given:
         if known is not None and name not in known:
-            near = difflib.get_close_matches(name, [*options, *known], n=1)
+            near = difflib.get_close_matches(name, [*options, *known], n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]}?" if near else "."
             if name in ("arguments", "likelihood_arguments") and known:
                 hint = f"; pass {min(known)}= by name."
@@ -399,7 +400,12 @@ def check_data(
             if name == "noise":
                 flags.append((value >= 0).all().to(inputs.device))
     if targets.numel():
-        _, allowed = _possible(targets, likelihood, **arguments)
+        try:
+            _, allowed = _possible(targets, likelihood, **arguments)
+        except ValueError:  # distributions check their arguments, too, but do not name them
+            for name, value in arguments.items():
+                _check_argument(value, name, targets)
+            raise
         if allowed is not None:
             flags.append(allowed.all())
     if not bool(torch.stack(flags).all()):
@@ -488,13 +494,19 @@ def check_target_shape(targets: Tensor, inputs: Tensor, name: str) -> None:
 
 
 def _check_argument(value: Any, name: str, targets: Tensor) -> None:
-    """A per-point argument of a likelihood: ``... x n``, and of noise variances, not negative."""
+    """A per-point argument of a likelihood: ``... x n``, and what noise and totals can be."""
     _check_argument_shape(value, name, targets)
     if not isinstance(value, Tensor):
         return
     check_finite(value, name, -1)
     if name == "noise" and bool((value < 0).any()):
         raise ValueError(f"noise: expected variances, got {value.min().item():g}.")
+    if name == "total_count":
+        wrong = value[(value < 0) | (value != value.round())]
+        if len(wrong):
+            raise ValueError(
+                f"total_count: expected integers that are not negative, got {wrong[0].item():g}."
+            )
 
 
 def _check_argument_shape(value: Any, name: str, targets: Tensor) -> None:

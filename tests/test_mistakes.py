@@ -75,6 +75,8 @@ def test_misspelt_options_are_named() -> None:
         (lambda: expected_reduction(model, X, X, treshold=0.5), "did you mean threshold"),
         (lambda: qExpectedUncertaintyReduction(model, X, treshold=0.5), "did you mean threshold"),
         (lambda: model.posterior(X, total_count=3), "BernoulliLikelihood, which has none"),
+        (lambda: model.update(X, ones, tested=3), "tested: .*, which has none[.]$"),
+        (lambda: model.update(X, ones, ones), "memory: .* got a tensor; .* by name, as noise="),
     ]
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for call, message in calls:
@@ -169,6 +171,26 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"X: expected shape \.\.\. x n x 2, got \(5, 3\)",
     ),
+    "a negative total": (
+        lambda: SequentialGP(
+            X,
+            torch.zeros(len(X), 1),
+            likelihood=BinomialLikelihood(),
+            likelihood_arguments={"total_count": torch.full((len(X),), -9.0)},
+        ),
+        ValueError,
+        "total_count: expected integers that are not negative, got -9[.]$",
+    ),
+    "no total": (
+        lambda: SequentialGP(
+            X,
+            torch.zeros(len(X), 1),
+            likelihood=BinomialLikelihood(),
+            likelihood_arguments={"total_count": torch.full((len(X),), torch.nan)},
+        ),
+        ValueError,
+        "total_count: expected finite numbers, got 20 NaN",
+    ),
     "a point to condition on": (
         lambda: labels().condition_on_observations(X[0], Y[0].round()),
         ValueError,
@@ -177,7 +199,7 @@ SHAPES: dict[str, tuple[Any, type[Exception], str]] = {
     "a table": (
         lambda: SequentialGP(Frame(), Y),
         TypeError,
-        r"train_X: .* got Frame; convert it with torch.as_tensor\(train_X.to_numpy\(\)",
+        r"train_X: .* with torch.tensor\(train_X.to_numpy\(\), dtype=torch.double\)\.$",
     ),
     "lists to condition on": (
         lambda: labels().condition_on_observations(X, Y.tolist()),

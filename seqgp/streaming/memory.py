@@ -306,6 +306,11 @@ class MemoryOptions:
         if is_whole(given):
             return cls(capacity=int(given))
         is_share = isinstance(given, float) and 0 < given <= 1
+        if isinstance(given, Tensor):
+            raise TypeError(
+                "memory: expected MemoryOptions or a whole number of observations, got a tensor; "
+                "variances of the noise are passed by name, as noise=."
+            )
         raise TypeError(
             f"memory: expected MemoryOptions or a whole number of observations, got {given!r}; "
             + (

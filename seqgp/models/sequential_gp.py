@@ -1198,8 +1198,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 data have grown by a fifth since the last time, or when new observations were much
                 less probable than expected. New hyperparameters are kept only if they do not make
                 leave-one-out predictions of the observations at hand worse. ``record.decision``
-                says what was decided. With ``False``, the update only conditions on the data, and
-                inducing points do not change.
+                says what was decided. With ``False``, the update only conditions on the data.
             mode: What is held fixed while hyperparameters are learnt. ``"pseudo-likelihood"`` holds
                 the summary fixed as a function of the inducing values. ``"paper"`` is the rule of
                 the paper, which holds the duals fixed (`seqgp.streaming.PaperRule`). All updates of
@@ -1217,8 +1216,8 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
                 all inputs so far, which is best in many dimensions. ``"fixed"`` does not change
                 them. You can also pass your own `InducingPointRule`. The default depends on
                 ``learn_inducing_points`` of the constructor: ``"fixed"`` if it is ``False``,
-                ``"both"`` if it is ``True``, and otherwise ``"adapt"``. With ``learn=False``, it is
-                ``"fixed"``.
+                ``"both"`` if it is ``True``, and otherwise ``"adapt"``. With ``learn=False``,
+                inducing points that were passed to the constructor are ``"fixed"``.
             max_inducing: The maximum number of inducing points if they are adapted. By default the
                 number that was passed to the constructor, or 300.
             discount: The factor by which everything learnt before is down-weighted, in memory and

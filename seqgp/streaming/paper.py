@@ -87,7 +87,7 @@ class PaperRule(UpdateRule):
     ) -> Learned:
         """Run steps 2 to 4."""
         natural_gradient(model, batch.data, batch.num_old if self.removes_memory else 0)
-        mll, parameters, bounds = learnable(model, plan.moves_Z)
+        mll, parameters, bounds = learnable(model, plan.moves_Z and plan.decision.learn)
         strategy = model.variational_strategy
         tied = Duals(strategy.lam.detach(), strategy.B.detach())
         weights, num_old = tied.lam.new_ones(len(batch.data)), strategy.ranks.total(batch.num_old)

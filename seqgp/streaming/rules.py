@@ -158,7 +158,7 @@ class PseudoLikelihood(UpdateRule):
         self.bounds_new_classes = bounds_new_classes
 
     def default_inducing(self, may_change: bool, moves: bool) -> InducingPointRule:
-        """Add as many points as the data need, unless only the posterior may change."""
+        """Add as many points as the data need, unless they may not change."""
         return Exchange(moves=moves) if may_change else Keep()
 
     def learn(

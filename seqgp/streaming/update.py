@@ -269,8 +269,9 @@ def _learn(
             own = inducing.generous() if generously else inducing
             _choose_inducing_points(draft, num_new, own, options.max_inducing, rule)
 
-    # Choose from scratch only if hyperparameters are learnt. Otherwise a few more points suffice.
-    anew = decision.learn or options.learn is False
+    # Choose from scratch only if hyperparameters are learnt, or if the user names a rule for an
+    # update without learning. Otherwise a few more points suffice.
+    anew = decision.learn or (options.learn is False and options.inducing is not None)
     checks = decision.learn or _is_time_to_check(model, num_new)
     small = not checks and factor == 1 and _is_small(model, num_new, inducing, rule)
     if small:
@@ -394,7 +395,9 @@ def _inducing_rule(
 ) -> InducingPointRule:
     if options.inducing is not None:
         return inducing_point_rule(options.inducing)
-    may_change = options.learn is not False and model.changes_inducing_points
+    # Without learning, points that the user has chosen stay where they are.
+    stay = options.learn is False and model.keeps_inducing_points
+    may_change = model.changes_inducing_points and not stay
     return rule.default_inducing(may_change, model.fits_inducing_points)
 
 

@@ -59,7 +59,7 @@ def test_looks_at_a_random_part_of_very_many_inputs(monkeypatch):
 @pytest.mark.parametrize("likelihood", [None, BernoulliLikelihood])
 def test_no_matrix_of_all_pairs_of_inputs(likelihood):
     """Memory grows linearly with the number of observations, at construction and in updates."""
-    n = 3000
+    n = 6000  # for which a block of rows that does not grow with n is small
     X = torch.rand(2 * n, 2, dtype=torch.double)
     Y = (torch.sin(6 * X).sum(-1, keepdim=True) > 0.5).to(X)
     with LargestTensor() as counter:

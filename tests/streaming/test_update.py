@@ -10,6 +10,7 @@ import gpytorch
 import pytest
 import torch
 from botorch.fit import fit_gpytorch_mll
+from botorch.models import SingleTaskGP
 from botorch.models.transforms import Standardize
 from gpytorch.likelihoods import (
     BernoulliLikelihood,
@@ -736,3 +737,28 @@ def test_column_major_data(outputs: int) -> None:
     test = make_inputs(5, 2)
     assert_close(*(model.posterior(test).mean for model in models))
     assert_close(*(model.posterior(test).variance for model in models))
+
+
+@pytest.mark.filterwarnings("ignore:Data .outcome observations. is not standardized")
+def test_without_learning_new_regions_get_inducing_points() -> None:
+    """``learn=False`` keeps hyperparameters; a stream that moves on is still learnt."""
+    X, points = (torch.cat([torch.rand(60, 2) / 2, 0.5 + torch.rand(60, 2) / 2]) for _ in range(2))
+    Y = torch.sin(8 * X).sum(-1, keepdim=True) + 0.01 * torch.randn(120, 1)
+    model = SequentialGP(X[:60], Y[:60], outcome_transform=None)
+    model.likelihood.noise = 1e-4
+    values = {key: value.clone() for key, value in model.hyperparameter_values().items()}
+    for k in (60, 90):
+        model.update(X[k : k + 30], Y[k : k + 30], learn=False)
+    assert all(torch.equal(model.hyperparameter_values()[key], values[key]) for key in values)
+    exact = SingleTaskGP(X, Y, outcome_transform=None)
+    exact.load_state_dict({**exact.state_dict(), **values})
+    # Inducing points are added until their lack costs less than .005 nats per observation.
+    assert_close(model.posterior(points).mean, exact.posterior(points).mean, 0.02)
+
+
+def test_without_learning_chosen_inducing_points_stay() -> None:
+    X = torch.rand(60, 2)
+    Y = torch.sin(4 * X).sum(-1, keepdim=True)
+    model = SequentialGP(X[:30], Y[:30], inducing_points=X[:10])
+    model.update(X[30:] + 1, Y[30:], learn=False)
+    assert torch.equal(model.variational_strategy.inducing_points, X[:10])

@@ -497,7 +497,7 @@ def failures(group: dist.ProcessGroup) -> None:
         # the exchanges of others.
         phases = [
             ("seqgp.streaming.update.draft_of", 1),
-            ("seqgp.streaming.update.leverage_of", 1),
+            ("seqgp.streaming.update._leverage", 1),
             ("seqgp.streaming.learning.maximise", 1),
             ("seqgp.streaming.learning.stream_densities", 2),
             ("seqgp.streaming.rules.fold_all_but", 1),

@@ -51,6 +51,8 @@ class SamplingPolicy(MemoryPolicy):
     """
 
     is_checked = False
+    #: Whether importances depend on leverage scores, which are not computed otherwise.
+    uses_leverage = True
 
     def importance(self, leverage: Tensor) -> Tensor:
         """Return ``n`` positive importances of new observations; by default all are equal.
@@ -67,6 +69,8 @@ class SamplingPolicy(MemoryPolicy):
 
 class AtRandom(SamplingPolicy):
     """A uniform sample of the stream."""
+
+    uses_leverage = False
 
 
 class ByLeverage(SamplingPolicy):

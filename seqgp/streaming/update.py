@@ -598,9 +598,11 @@ def leverage_of(model: StreamModel, data: Observations) -> Tensor:
 
 def _leverage(model: StreamModel, batch: Batch, memory: MemoryOptions) -> Tensor:
     """Return ``n`` leverage scores as far as the memory's policy needs them, and zero elsewhere."""
-    data, old = batch.data, batch.num_old
-    if not isinstance(memory.chooser, SamplingPolicy):
+    data, old, policy = batch.data, batch.num_old, memory.chooser
+    if not isinstance(policy, SamplingPolicy):
         return leverage_of(model, data)
+    if not policy.uses_leverage:
+        return torch.zeros_like(model.stream.represents)
     new = leverage_of(model, data.select(slice(old, len(data))))
     return torch.cat([new.new_zeros(old), new])
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from seqgp.distributed import Ranks
 from seqgp.likelihoods.by_task import GaussianTaskLikelihood, TaskLikelihood
+from seqgp.likelihoods.outliers import has_outliers
 from seqgp.likelihoods.traits import has_one_latent, is_conjugate, is_real_valued
 from seqgp.models.construction import default_mean
 from seqgp.models.outcomes import Affine
@@ -663,9 +664,20 @@ def _distinct(tasks: Sequence[int] | Tensor, name: str) -> list[int]:
     return sorted(int(task) for task in tasks)
 
 
+def _check_no_outliers(likelihoods: Sequence[Likelihood]) -> None:
+    """Raise if a likelihood looks for outliers among the observations that it was made for."""
+    for each in likelihoods:
+        if has_outliers(each):
+            raise ValueError(
+                f"likelihood: a {type(each).__name__} works in a SequentialGP only; a task with "
+                "outliers can have a gpytorch.likelihoods.StudentTLikelihood."
+            )
+
+
 def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
     """The likelihood of a model, from what the user says about each task."""
     if isinstance(given, Likelihood):
+        _check_no_outliers([given])
         if not has_one_latent(given):
             raise TypeError(
                 "likelihood: expected one of one latent function, of which each task has its own, "
@@ -693,6 +705,7 @@ def _likelihood(given: Likelihoods | None, tasks: Sequence[int]) -> Likelihood:
         raise ValueError(
             f"likelihood: expected one for each of the tasks {list(tasks)}, got {len(given)}."
         )
+    _check_no_outliers(given)
     gaussian = all(isinstance(each, GaussianLikelihood) for each in given)
     return (GaussianTaskLikelihood if gaussian else TaskLikelihood)(given)
 

@@ -325,6 +325,7 @@ class SequentialGP(GPyTorchModel, ApproximateGP, FantasizeMixin):
             check_bound(self.refresh(), "train_Y")
         if train_Y is not None and coefficients is None:
             self.training_graph = self._graph_of(train_X, train_Y, train_Yvar)
+            self.note_hyperparameters()
         self.train()  # as BoTorch's models are, until something is predicted or learnt
 
     def _graph_of(self, X: Tensor, Y: Tensor, Yvar: Tensor | None) -> TrainingGraph | None:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from seqgp.likelihoods.traits import output_latents
 from seqgp.models.protocol import DataModel
+from seqgp.models.training_data import graph_of
+from seqgp.observations import Observations
+from seqgp.validation import check_finite
 
 
 @torch.no_grad()
@@ -36,6 +39,9 @@ def values_of(model: DataModel) -> Tensor:
             found += [t for t in vars(module).values() if isinstance(t, Tensor)]
             if isinstance(module, SparseOutlierNoise):
                 found.append(module.rho)  # which observations are outliers is no tensor
+    graph = graph_of(model)
+    if graph is not None:  # an optimiser may change them in place
+        found += [graph.inputs, graph.targets]
     flat = [tensor.reshape(-1).to(like.device, like.dtype) for tensor in found]
     return torch.cat(flat) if flat else like.new_empty(0)
 
@@ -77,7 +83,7 @@ def catch_up(model: DataModel) -> None:
     Args:
         model: The model.
     """
-    strategy, held = model.variational_strategy, model.stream.observations
+    strategy = model.variational_strategy
     if not strategy.ranks.alone:
         raise RuntimeError(
             "Hyperparameters, noise or transforms have been set since the posterior was computed. "
@@ -85,6 +91,8 @@ def catch_up(model: DataModel) -> None:
         )
     if strategy.learnt_in_loop:
         _check_scale_of_loop(model)
+    _take_from_graph(model)
+    held = model.stream.observations
     likelihood, noise = model.likelihood, held.arguments.get("noise")
     chosen = model.keeps_inducing_points or model.fits_inducing_points or model.num_updates
     if not chosen and held.coefficients is None:
@@ -95,11 +103,30 @@ def catch_up(model: DataModel) -> None:
         own = likelihood.noise_covar.noise
         if noise is not None and own.shape == noise.shape:
             arguments = {**held.arguments, "noise": own.detach().clone()}
-            model.stream = replace(model.stream, observations=replace(held, arguments=arguments))
+            _hold(model, replace(held, arguments=arguments))
     if model.stream.num_seen:
         model.refresh()
     else:  # the posterior is the prior, or the result of a training loop
         model.note_hyperparameters()
+
+
+def _take_from_graph(model: DataModel) -> None:
+    """Let a model hold the training data that it shows, if they are tensors of the user's."""
+    graph = graph_of(model)
+    if graph is None:
+        return
+    inputs, targets = graph.inputs.detach().clone(), graph.targets.detach().clone()
+    check_finite(inputs, "train_X")
+    check_finite(targets, "train_Y", -1)
+    _hold(model, replace(model.stream.observations, inputs=inputs, targets=targets))
+
+
+def _hold(model: DataModel, observations: Observations) -> None:
+    """Replace the observations of a model by the same ones with other numbers."""
+    graph = graph_of(model)
+    model.stream = replace(model.stream, observations=observations)
+    if graph is not None:
+        model.training_graph = replace(graph, observations=observations)
 
 
 def _check_scale_of_loop(model: DataModel) -> None:

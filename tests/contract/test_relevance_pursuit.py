@@ -25,15 +25,15 @@ from gpytorch.mlls import (
     VariationalELBO,
 )
 
-from seqgp import DualELBO, SequentialGP, load, save
+from seqgp import DualELBO, SequentialGP, SequentialMultiTaskGP, load, save
 from tests.helpers import assert_close, make_inputs, make_kernel
 from tests.models.helpers import assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings(
-        "ignore:Converting a tensor with requires_grad:UserWarning"
-    ),  # BoTorch's
+        "ignore:Converting a tensor with requires_grad:UserWarning"  # by BoTorch
+    ),
     # BoTorch says so whenever it is asked for noise elsewhere than at the training inputs.
     pytest.mark.filterwarnings(
         f"ignore:SparseOutlierNoise:{InputDataWarning.__module__}.{InputDataWarning.__name__}"
@@ -254,6 +254,8 @@ def test_what_raises() -> None:
         SequentialGP(X[:5], Y[:5], likelihood=likelihood())
     with pytest.raises(ValueError, match=r"train_Yvar: a SparseOutlier.* has a base_noise"):
         SequentialGP(X, Y, torch.ones_like(Y), likelihood=likelihood())
+    with pytest.raises(ValueError, match="works in a SequentialGP only"):
+        SequentialMultiTaskGP(torch.cat([X, X[:, :1] > 1], -1), Y, -1, likelihood=likelihood())
     ours, _ = models()
     for change in (ours.update, ours.forget):
         with pytest.raises(ValueError, match="looks for outliers among the observations"):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqgp import SequentialGP
 from tests.helpers import EMPTY, assert_close, make_inputs, unscaled
-from tests.models.helpers import pair
+from tests.models.helpers import assert_same, pair
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -305,6 +305,30 @@ def test_gradients_with_respect_to_training_data(name: str, outputs: int, set_la
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, wanted)]))
     assert_close(*gradients)
     assert gradients[0].abs().min() > 0
+
+
+@unscaled
+@pytest.mark.parametrize("with_transform", [False, True])
+def test_training_data_that_an_optimiser_moves(with_transform: bool) -> None:
+    """Predictions are those for the data as they are now, as with an exact GP."""
+    start, test = make_inputs(8, 2), make_inputs(3, 2)
+    posteriors = []
+    for kind in (SequentialGP, SingleTaskGP):
+        X = start.clone().requires_grad_()
+        bounds = torch.tensor([[0.0, 0.0], [2.0, 3.0]])
+        transform = Normalize(2, bounds=bounds) if with_transform else None
+        noise = torch.full((8, 1), 0.1)
+        model = kind(X, torch.sin(5 * start[:, :1]), noise, input_transform=transform)
+        model.posterior(test)
+        mll = ExactMarginalLogLikelihood(model.likelihood, model).train()
+        optimizer = torch.optim.SGD([X], lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (-mll(model(*model.train_inputs), model.train_targets)).backward()
+            optimizer.step()
+        assert (X - start).abs().max() > 0.01
+        posteriors.append(model.eval().posterior(test))
+    assert_same(*posteriors)
 
 
 @unscaled

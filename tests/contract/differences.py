@@ -176,6 +176,11 @@ def _softmax(batch: bool = False) -> SequentialGP:
     return SequentialGP(inputs().expand(*shape, 8, 2), Y, likelihood=likelihood)
 
 
+def _model_of_sums() -> SequentialGP:
+    pairs = inputs().reshape(4, 2, 2)
+    return SequentialGP(pairs, targets(4), coefficients=torch.ones(4, 2))
+
+
 def _taught_observations() -> SequentialGP:
     """A model with standardised targets, after a training loop with others."""
     model = SequentialGP(inputs(), 100 + 50 * targets(), likelihood=GaussianLikelihood())
@@ -251,6 +256,12 @@ REFUSED: dict[str, Refusal] = {
         RuntimeError,
         r"Pass model\.train_targets",
         "`model.train_targets`, or `outcome_transform=None`",
+    ),
+    "calling a model of comparisons or sums in a training loop": Refusal(
+        lambda: _model_of_sums().train()(inputs()),
+        RuntimeError,
+        r"fit_gpytorch_mll, .*model\.bound\(\)",
+        "`fit_gpytorch_mll`, or `model.bound()`",
     ),
     "an outcome transform of labels and counts": Refusal(
         lambda: SequentialGP(

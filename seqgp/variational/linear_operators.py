@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
+from linear_operator.operators import DiagLinearOperator
 from linear_operator.utils.getitem import _noop_index
 from torch import Tensor
 
@@ -91,17 +91,11 @@ class PosteriorCovariance(LinearOperator):
         terms = (self.prior, self.A, self.explained, self.jitter, self.reduction, self.sign)
         return PosteriorCovariance(*terms, batch_shape=torch.Size(batch_shape))
 
-    # Operations that rearrange batches or pick elements need terms of one common batch shape.
+    # Operations that rearrange batches or pick elements need terms of one common batch shape. A sum
+    # of lazy terms would not save work: each would be indexed through a sparse interpolation.
 
     def _written_out(self) -> LinearOperator:
-        # The prior becomes dense: a lazy kernel's inputs may lack the kernel's batch dimensions.
-        prior = to_linear_operator(to_dense(self.prior))
-        terms = prior + MatmulLinearOperator(-self.A.mT, self.explained)
-        terms = terms + MatmulLinearOperator(-self.reduction.mT, self.sign * self.reduction)
-        batch = self._full_batch_shape
-        return terms._expand_batch(batch) + DiagLinearOperator(
-            self.jitter.expand(*batch, self.jitter.shape[-1])
-        )
+        return to_linear_operator(self.to_dense())
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if row_index is _noop_index and col_index is _noop_index and not batch_indices:

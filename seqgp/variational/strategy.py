@@ -583,9 +583,8 @@ class DualVariationalStrategy(DualState):
             sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
         summary = self._folded(state, data, likelihood, sites, 1, index)
-        self.store(state.duals, state, summary=summary, factors=state.factors)
-        if self.ranks.total(len(data) if index is None else len(index)):
-            self._summary_known = self.summary_count, self.summary_count._version, True
+        some = self.ranks.total(len(data) if index is None else len(index)) > 0
+        self.store_summary(summary, state, some or self.has_summary)
 
     @torch.no_grad()
     def discount(self, factor: float) -> None:
@@ -661,7 +660,7 @@ class DualVariationalStrategy(DualState):
         A, _, prior_mean = self.whitened(state.chol, state.shared, data)
         residual, weights = data.targets - prior_mean, data.weights
         if index is not None:
-            A, residual = A[..., index], residual[..., index]
+            A, residual = A.mT[..., index, :].mT, residual[..., index]  # by rows, which is faster
             sites = Sites(sites.lam[..., index], sites.beta.expand_as(sites.lam)[..., index])
             weights = None if weights is None else weights[index]
         noise = summary_noise(likelihood)
@@ -983,14 +982,19 @@ class DualVariationalStrategy(DualState):
         return Batch(*whitened, data.evaluate(likelihood, self.num_latents is not None))
 
     @torch.no_grad()
-    def marginals(self, data: Observations) -> tuple[Tensor, Tensor]:
+    def marginals(
+        self, data: Observations, index: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
         """Return ``... [x c] x n`` posterior means and variances of the observed functionals.
 
         Args:
             data: The observations.
+            index: Which of them; by default all.
         """
         state = self.state()
-        A, unexplained, prior_mean = self.whitened(state.chol, state.shared, data)
+        A, unexplained, prior_mean = (
+            each[..., index] for each in self.whitened(state.chol, state.shared, data)
+        )
         mean = prior_mean + posterior_mean(A, state.factors)
         return mean, posterior_variance(A, unexplained, state.factors)
 

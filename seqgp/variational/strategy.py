@@ -112,6 +112,23 @@ class _Moments(NamedTuple):
     explained: Tensor  # ... x m x q, (I - W^-1) A
 
 
+class _Arranged(NamedTuple):
+    """Inducing points and summary in an order in which their common points are adjacent.
+
+    Attributes:
+        inducing_points: ``... x m x d``, common points first.
+        past: The summary, common points last.
+        kept: ``... x m x s``, which inducing points coincide with which points of the summary.
+        alone: How many points of the summary are not inducing points; ``None`` if the order is that
+            of the arguments, since points differ between members of a batch or are repeated.
+    """
+
+    inducing_points: Tensor
+    past: Past
+    kept: Tensor
+    alone: int | None
+
+
 class _Prediction(NamedTuple):
     """The intermediate results of one prediction."""
 
@@ -197,7 +214,7 @@ class DualVariationalStrategy(DualState):
         self._observed: Observed | None = None
         self._correction: _Correction | None = None
         self._past: tuple[Tensor, float, Past] | None = None
-        self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
+        self._coincident: tuple[Tensor, int, Past, _Arranged] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         # The latest prediction, within `sharing_predictions`.
         self._predictions: list[_Prediction] | None = None
@@ -467,8 +484,10 @@ class DualVariationalStrategy(DualState):
             summary_share: How much of the summary counts, from 0 to 1.
         """
         past = self._past_sites(summary_share) if summary_share and self.has_summary else None
-        Z = self.placed_points
+        Z, kept, alone = self.placed_points, None, None
         stays = past is None or self.stays(Z)
+        if past is not None and not stays and not (Z.requires_grad and torch.is_grad_enabled()):
+            Z, past, kept, alone = self._arranged(Z, past)
         return Setting(
             self.prior_at,
             Z,
@@ -476,17 +495,16 @@ class DualVariationalStrategy(DualState):
             self.num_latents,
             past,
             stays,
-            None if stays or past is None else self._kept(Z, past.points),
+            kept,
+            alone,
             self.ranks,
         )
 
-    def _kept(self, Z: Tensor, points: Tensor) -> Tensor | None:
-        """Return which inducing points coincide with which others; ``None`` if they may move."""
-        if Z.requires_grad and torch.is_grad_enabled():
-            return None
+    def _arranged(self, Z: Tensor, past: Past) -> _Arranged:
+        """Return inducing points and summary with their common points adjacent, cached."""
         known = self._coincident
-        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not points:
-            known = self._coincident = (Z, Z._version, points, coincident(Z, points))
+        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not past:
+            known = self._coincident = (Z, Z._version, past, _arrange(Z, past))
         return known[3]
 
     @torch.no_grad()
@@ -1152,6 +1170,19 @@ class DualVariationalStrategy(DualState):
             )
         self._correction = _Correction(state, conditioned, explained_A)
         return self._correction
+
+
+@torch.no_grad()
+def _arrange(Z: Tensor, past: Past) -> _Arranged:
+    """Arrange inducing points and summary, see `_Arranged`."""
+    kept = coincident(Z, past.points)
+    if kept.dim() > 2 or max(kept.sum(-1).max(), kept.sum(-2).max()) > 1:
+        return _Arranged(Z, past, kept, None)
+    rows, columns = kept.nonzero().unbind(-1)
+    other_rows, other_columns = ((kept.sum(dim) == 0).nonzero().squeeze(-1) for dim in (-1, -2))
+    rows, columns = torch.cat([rows, other_rows]), torch.cat([other_columns, columns])
+    kept = kept[rows][:, columns]
+    return _Arranged(Z[rows], past.select(columns), kept, len(other_columns))
 
 
 def _along(c: Tensor, gain: Tensor) -> Tensor:

@@ -1000,9 +1000,7 @@ class DualVariationalStrategy(DualState):
         return Batch(*whitened, data.evaluate(likelihood, self.num_latents is not None))
 
     @torch.no_grad()
-    def marginals(
-        self, data: Observations, index: slice = slice(None)
-    ) -> tuple[Tensor, Tensor]:
+    def marginals(self, data: Observations, index: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return ``... [x c] x n`` posterior means and variances of the observed functionals.
 
         Args:

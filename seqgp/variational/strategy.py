@@ -112,7 +112,7 @@ class _Moments(NamedTuple):
     explained: Tensor  # ... x m x q, (I - W^-1) A
 
 
-class _Arranged(NamedTuple):
+class Arranged(NamedTuple):
     """Inducing points and summary in an order in which their common points are adjacent.
 
     Attributes:
@@ -214,7 +214,7 @@ class DualVariationalStrategy(DualState):
         self._observed: Observed | None = None
         self._correction: _Correction | None = None
         self._past: tuple[Tensor, float, Past] | None = None
-        self._coincident: tuple[Tensor, int, Past, _Arranged] | None = None
+        self._arrangement: tuple[Tensor, Past, Arranged] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         # The latest prediction, within `sharing_predictions`.
         self._predictions: list[_Prediction] | None = None
@@ -226,13 +226,13 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = state["_coincident"] = state["_predictions"] = None
+        state["_whitened"] = state["_arrangement"] = state["_predictions"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._correction = self._past = self._whitened = self._coincident = None
+        self._correction = self._past = self._whitened = self._arrangement = None
         if self._observed is not None:
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
@@ -487,7 +487,7 @@ class DualVariationalStrategy(DualState):
         Z, kept, alone = self.placed_points, None, None
         stays = past is None or self.stays(Z)
         if past is not None and not stays and not (Z.requires_grad and torch.is_grad_enabled()):
-            Z, past, kept, alone = self._arranged(Z, past)
+            Z, past, kept, alone = self.arranged(Z, past)
         return Setting(
             self.prior_at,
             Z,
@@ -500,12 +500,22 @@ class DualVariationalStrategy(DualState):
             self.ranks,
         )
 
-    def _arranged(self, Z: Tensor, past: Past) -> _Arranged:
-        """Return inducing points and summary with their common points adjacent, cached."""
-        known = self._coincident
-        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not past:
-            known = self._coincident = (Z, Z._version, past, _arrange(Z, past))
-        return known[3]
+    def arranged(self, Z: Tensor, past: Past) -> Arranged:
+        """Return inducing points and summary with their common points adjacent, cached.
+
+        Args:
+            Z: The inducing points. They are compared by value, since they may be set in place.
+            past: The summary.
+        """
+        known = self._arrangement
+        if (
+            known is None
+            or known[1] is not past
+            or known[0].shape != Z.shape
+            or not torch.equal(known[0], Z)
+        ):
+            known = self._arrangement = (Z.detach().clone(), past, _arrange(Z, past))
+        return known[2]
 
     @torch.no_grad()
     def _past_sites(self, share: float) -> Past:
@@ -1171,16 +1181,16 @@ class DualVariationalStrategy(DualState):
 
 
 @torch.no_grad()
-def _arrange(Z: Tensor, past: Past) -> _Arranged:
-    """Arrange inducing points and summary, see `_Arranged`."""
+def _arrange(Z: Tensor, past: Past) -> Arranged:
+    """Arrange inducing points and summary, see `Arranged`."""
     kept = coincident(Z, past.points)
     if kept.dim() > 2 or max(kept.sum(-1).max(), kept.sum(-2).max()) > 1:
-        return _Arranged(Z, past, kept, None)
+        return Arranged(Z, past, kept, None)
     rows, columns = kept.nonzero().unbind(-1)
     other_rows, other_columns = ((kept.sum(dim) == 0).nonzero().squeeze(-1) for dim in (-1, -2))
     rows, columns = torch.cat([rows, other_rows]), torch.cat([other_columns, columns])
     kept = kept[rows][:, columns]
-    return _Arranged(Z[rows], past.select(columns), kept, len(other_columns))
+    return Arranged(Z[rows], past.select(columns), kept, len(other_columns))
 
 
 def _along(c: Tensor, gain: Tensor) -> Tensor:

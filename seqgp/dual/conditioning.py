@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqgp.dual.linalg import scaled_cholesky, solve_lower, solve_upper
+from seqgp.dual.linalg import inverse_lower, scaled_cholesky, solve_cholesky, solve_lower
 from seqgp.dual.natural_gradient import Convergence, Evaluate, fixed_point, without_nan
 from seqgp.dual.sites import Sites, sites
 
@@ -127,36 +127,61 @@ def _condition(
 ) -> Conditioned:
     """Return `conditioned_from_sites`; if ``strict``, failures give NaN, not jitter or errors."""
     lam, beta = state
-    roots, sign, _ = _roots(covariance, beta, signed, strict)
-    # (I + beta C)^-1 r = r - D C r also holds for precisions of zero.
-    r = (lam - beta * centred).unsqueeze(-1)
-    gain = r - roots.mT @ (sign * (roots @ (covariance @ r)))
-    return Conditioned(state, gain.squeeze(-1), roots, sign)
+    solution = _solve(covariance, beta, lam - beta * centred, signed, strict)
+    return Conditioned(state, solution.gain, solution.root, solution.sign)
 
 
-def _roots(
-    covariance: Tensor, beta: Tensor, signed: bool, strict: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return ``root`` and ``sign`` (see `Conditioned`), and :math:`\log|I + \beta C|`.
+class _Solution(NamedTuple):
+    r"""The solution ``gain`` of :math:`(I + \beta C) g = r`, with what belongs to the matrix.
 
-    Negative precisions come second. Let :math:`C_+ = C - C S M^{-1} S C` be the covariance given
-    the positive ones, and :math:`T = (-\beta)_+^{1/2}`. The negative ones add
-    :math:`C_+ T (I - T C_+ T)^{-1} T C_+`. If the matrix in the middle is not positive definite,
-    there is no such posterior, and the result is NaN.
+    Attributes:
+        gain: ``... x q``.
+        root: ``... x r x q``, see `Conditioned`.
+        sign: ``r x 1``, see `Conditioned`.
+        log_det: ``...``, the log determinant of the matrix.
     """
-    # Not exactly zero, where the root has no derivative; everything depends on its square only.
-    S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
-    eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
-    chol = scaled_cholesky(eye + S * covariance * S.mT, strict=strict)
-    root = solve_lower(chol, S.mT * eye)
+
+    gain: Tensor
+    root: Tensor
+    sign: Tensor
+    log_det: Tensor
+
+
+def _solve(
+    covariance: Tensor, beta: Tensor, r: Tensor, signed: bool, strict: bool = False
+) -> _Solution:
+    r"""Solve :math:`(I + \beta C) g = r`.
+
+    With positive precisions, :math:`g_+ = S M^{-1} S^{-1} r`. (The difference :math:`r - S M^{-1} S
+    C r` is the same, but loses as many digits as :math:`\beta C` has.) Negative precisions come
+    second. Let :math:`C_+ = C - C S M^{-1} S C` be the covariance given the positive ones, and
+    :math:`T = (-\beta)_+^{1/2}`. The negative ones add :math:`C_+ T (I - T C_+ T)^{-1} T C_+` to
+    the covariance, and :math:`(I - S M^{-1} S C) T (I - T C_+ T)^{-1} T C g_+` to the gain. If the
+    matrix in the middle is not positive definite, there is no such posterior: the result is NaN.
+    """
+    S, chol = _factor(covariance, beta, strict)
+    inverse = inverse_lower(chol)
+    root = inverse * S.mT
+    gain = S * (inverse.mT @ (inverse @ (r.unsqueeze(-1) / S)))
     log_det, sign = _log_det(chol), beta.new_ones(beta.shape[-1], 1)
     if signed:
         T = (-beta).clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
+        eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
         kept = eye - covariance @ root.mT @ root  # C+ = kept C
         chol = scaled_cholesky(eye - T * (kept @ covariance) * T.mT, strict=True)
-        root = torch.cat([root, solve_lower(chol, T * kept)], -2)
+        negative = solve_lower(chol, T * kept)
+        gain = gain + negative.mT @ solve_lower(chol, T * (covariance @ gain))
+        root = torch.cat([root, negative], -2)
         sign, log_det = torch.cat([sign, -sign]), log_det + _log_det(chol)
-    return root, sign, log_det
+    return _Solution(gain.squeeze(-1), root, sign, log_det)
+
+
+def _factor(covariance: Tensor, beta: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
+    """Return ``S``, ``... x q x 1``, and the Cholesky factor of ``M = I + S C S``."""
+    # Not exactly zero, where the root has no derivative and cannot be divided by.
+    S = beta.clamp_min(torch.finfo(beta.dtype).tiny ** 0.5).sqrt().unsqueeze(-1)
+    eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
+    return S, scaled_cholesky(eye + S * covariance * S.mT, strict=strict)
 
 
 def _reduce(
@@ -164,16 +189,11 @@ def _reduce(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``gain``, ``root C``, ``sign`` and the log determinant; no roots if possible."""
     if signed:
-        root, sign, log_det = _roots(covariance, beta, signed, strict)
-        reduction = root @ covariance
-        gain = r - (root.mT @ (sign * (reduction @ r.unsqueeze(-1)))).squeeze(-1)
-        return gain, reduction, sign, log_det
-    S = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt().unsqueeze(-1)
-    M = S * covariance * S.mT
-    eye = torch.eye(beta.shape[-1], dtype=beta.dtype, device=beta.device)
-    chol = scaled_cholesky(M + eye, strict=strict)
+        solution = _solve(covariance, beta, r, signed, strict)
+        return solution.gain, solution.root @ covariance, solution.sign, solution.log_det
+    S, chol = _factor(covariance, beta, strict)
     reduction = solve_lower(chol, S * covariance)
-    gain = r - (S * solve_upper(chol, reduction @ r.unsqueeze(-1))).squeeze(-1)
+    gain = (S * solve_cholesky(chol, r.unsqueeze(-1) / S)).squeeze(-1)
     return gain, reduction, r.new_ones(r.shape[-1], 1), _log_det(chol)
 
 

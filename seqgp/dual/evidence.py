@@ -288,10 +288,11 @@ class _ExactEvidence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, covariance: Tensor, lam: Tensor, beta: Tensor) -> Tensor:
-        root = beta.sqrt()
+        root = beta.clamp_min(torch.finfo(beta.dtype).tiny).sqrt()  # of missing observations, too
         chol = precision_factor(covariance, root)
-        mean = (covariance @ lam.unsqueeze(-1)).squeeze(-1)  # also valid for precisions of zero
-        alpha = lam - root * _solve(chol, root * mean)
+        mean = (covariance @ lam.unsqueeze(-1)).squeeze(-1)
+        # S M^-1 S^-1 lam: the difference lam - S M^-1 S K lam would lose digits if beta is large.
+        alpha = root * _solve(chol, lam / root)
         ctx.save_for_backward(covariance, lam, beta, root, chol, alpha)
         log_det = chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return 0.5 * (mean * alpha).sum(-1) - log_det

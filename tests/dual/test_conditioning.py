@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqgp.dual import Expectations, Sites, condition
+from seqgp.dual.conditioning import conditioned_from_sites
 from seqgp.likelihoods.expectations import expectations
 from seqgp.likelihoods.traits import precision_floor
 from tests.helpers import (
@@ -407,7 +408,39 @@ def test_precisions_of_zero_change_nothing() -> None:
     conditioned, info = condition(torch.randn(3), torch.eye(3), torch.randn(3), flat)
     assert info.converged
     assert not conditioned.gain.any()
-    assert conditioned.root.abs().max() < 1e-100  # a root that has a derivative at zero
+    assert conditioned.root.abs().max() < 1e-70  # a root that has a derivative at zero
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_gain_of_precisions_of_zero_has_derivatives(signed: bool) -> None:
+    """Those of sites that say something are not disturbed by one that does not."""
+    root = torch.randn(3, 4)
+    C, lam = (root @ root.mT).requires_grad_(True), torch.randn(3, requires_grad=True)
+    beta = torch.tensor([0.5, 0.0, -0.01 if signed else 2.0], requires_grad=True)
+    centred = torch.randn(3, requires_grad=True)
+    inputs = (C, lam, beta, centred)
+    gain = conditioned_from_sites(centred, C, Sites(lam, beta), signed).gain
+    expected = torch.linalg.solve(torch.eye(3) + beta.unsqueeze(-1) * C, lam - beta * centred)
+    assert_close(gain, expected, 1e-10)
+    outer = torch.randn(3)
+    found = torch.autograd.grad((outer * gain).sum(), inputs)
+    wanted = torch.autograd.grad((outer * expected).sum(), inputs)
+    symmetric = found[0] + found[0].mT, wanted[0] + wanted[0].mT
+    assert_close(*symmetric, 1e-8)
+    assert_close(found[1], wanted[1], 1e-8)
+    assert_close(found[2][::2], wanted[2][::2], 1e-8)  # a root has no derivative at zero
+    assert_close(found[3], wanted[3], 1e-8)
+
+
+def test_float32_with_little_noise() -> None:
+    """The gain does not lose the digits of ``beta C``, which would be all that there are."""
+    x = torch.rand(8, 2)
+    C, y = 10 * torch.exp(-0.5 * torch.cdist(x, x).square()), torch.sin(3 * x).sum(-1)
+    noise = torch.full_like(y, 1e-4)
+    expected = C @ torch.linalg.solve(C + noise.diag(), y)
+    single = Sites((y / noise).float(), noise.reciprocal().float())
+    conditioned = conditioned_from_sites(torch.zeros(8).float(), C.float(), single)
+    assert_close((C.float() @ conditioned.gain).double(), expected, 1e-3)
 
 
 def test_condition_starts_where_it_is_told() -> None:

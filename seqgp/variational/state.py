@@ -784,7 +784,7 @@ class DualState(_VariationalStrategy):
             state: The present state.
             has_summary: Whether anything has been folded.
         """
-        if state.basis.transport is not None:
+        if state.basis.transport is not None or self._floating is not None:
             self.store(state.duals, state, summary=summary, factors=state.factors)
         else:  # the duals are in this basis already
             _check_finite(*summary.duals)

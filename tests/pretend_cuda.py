@@ -310,10 +310,10 @@ class _Functions(TorchFunctionMode):
         torch.utils.swap_tensors(tensor, replacement)
 
     def _index(self, index: Any) -> Any:
-        """An index whose lists are tensors on the device."""
+        """An index whose lists and ranges are tensors on the device."""
         if isinstance(index, tuple):
             return tuple(self._index(i) for i in index)
-        if isinstance(index, list | np.ndarray) and not _holds_slices(index):
+        if isinstance(index, list | range | np.ndarray) and not _holds_slices(index):
             self.wait("copy to the device")
             made = torch.as_tensor(index)
             return PretendTensor(made if made.numel() else made.long())

@@ -100,6 +100,7 @@ def test_gradients_cross_devices(move: Callable[[Tensor], Tensor]) -> None:
 ASSIGNMENTS: dict[str, Callable[[Tensor], object]] = {
     "a number": lambda t: t.__setitem__(0, 7.0),
     "a list of indices": lambda t: t.__setitem__([1, 0], 0.0),
+    "a range of indices": lambda t: t.__setitem__((range(2), [0, 2]), 0.0),
     "a list of indices, one of several": lambda t: t.__setitem__((0, [0, 2]), 0.0),
     "an empty list": lambda t: t.__setitem__([], 0.0),
     "a list of booleans": lambda t: t.__setitem__([True, False], 9.0),
@@ -124,7 +125,18 @@ def test_assignment(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [1, [1, 0], (slice(None), [0, 2]), ([0, 1], [2, 0]), [True, False], (..., None), []]
+    "index",
+    [
+        1,
+        [1, 0],
+        range(2),
+        (slice(None), [0, 2]),
+        ([0, 1], [2, 0]),
+        (range(2), [2, 0]),
+        [True, False],
+        (..., None),
+        [],
+    ],
 )
 def test_reading_by_index(index: Any) -> None:
     assert_same(there(A)[index], A[index])

@@ -22,7 +22,7 @@ from torch import Tensor
 from seqgp.dual.sites import Sites
 
 #: Number of rows of a symmetric product that are computed at once.
-GRAM_BLOCK = 100
+GRAM_BLOCK = 60
 
 
 class Duals(NamedTuple):

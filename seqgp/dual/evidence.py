@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from seqgp.distributed import ALONE, Ranks
-from seqgp.dual.duals import Duals, add, tie
+from seqgp.dual.duals import Duals, add, tie, weighted_gram
 from seqgp.dual.linalg import broadcast_shapes, scaled_cholesky, solve_cholesky, solve_upper
 from seqgp.dual.posterior import Factors, factorise, log_evidence
 from seqgp.dual.sites import Sites
@@ -259,11 +259,10 @@ class _UnexplainedTotal(torch.autograd.Function):
         weights = outer.unsqueeze(-1) * weights
         # Sum first: latents may share their prior.
         common = _reduce(weights, torch.Size([*cross[:-2], cross[-1]]))
-        weighted = E * common.unsqueeze(-2)
-        d_covariance = weighted @ E.mT
+        d_covariance = weighted_gram(E, common)
         diagonal = d_covariance.diagonal(dim1=-2, dim2=-1)
         diagonal += ctx.jitter * diagonal
-        d_cross = _reduce(weighted.mul_(-2), cross)
+        d_cross = _reduce(E * (-2 * common).unsqueeze(-2), cross)
         return _reduce(d_covariance, own), d_cross, _reduce(weights, variance), None, None, None
 
 

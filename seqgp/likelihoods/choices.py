@@ -34,7 +34,7 @@ from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 from torch.distributions import Bernoulli
 
-from seqgp.dual.linalg import relative_jitter, scaled_cholesky
+from seqgp.dual.linalg import broadcast_shapes, relative_jitter, scaled_cholesky
 from seqgp.dual.sites import Expectations, Sites
 from seqgp.likelihoods.discrete import BinomialLikelihood
 from seqgp.likelihoods.expectations import expectations
@@ -176,7 +176,7 @@ def _expectations(
 ) -> Expectations:
     if choice_size is None:
         return expectations(_COMPARISON, targets, mean, variance)
-    shape = torch.broadcast_shapes(targets.shape, mean.shape, variance.shape)
+    shape = broadcast_shapes(targets.shape, mean.shape, variance.shape)
     targets, mean, variance = (t.expand(shape) for t in (targets, mean, variance))
     result = [torch.zeros_like(mean) for _ in range(3)]
     for k, index in choices_among(choice_size):
@@ -229,7 +229,7 @@ def _log_predictive(
 ) -> Tensor:
     if choice_size is None:
         return log_predictive(_COMPARISON, targets, mean, variance)
-    shape = torch.broadcast_shapes(targets.shape, mean.shape, variance.shape)
+    shape = broadcast_shapes(targets.shape, mean.shape, variance.shape)
     targets, mean, variance = (t.expand(shape) for t in (targets, mean, variance))
     result = torch.full_like(mean, torch.nan)
     for k, index in choices_among(choice_size):

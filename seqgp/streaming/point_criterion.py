@@ -31,6 +31,9 @@ TOLERANCE = 0.005
 #: The maximum size of the sample used where the computation is quadratic in its size.
 LARGEST_SAMPLE = 4096
 
+#: How many candidates are compared with a redundant point at once, if the first is not worth it.
+TOGETHER = 32
+
 
 class _Criterion(NamedTuple):
     """The terms of the criterion."""
@@ -284,18 +287,31 @@ def _exchange(
     exchanged = False
     for _ in range(len(Z)):
         own, left = (share / P.diagonal(dim1=-2, dim2=-1)).sum(0), (share * unexplained).sum(0)
-        old, new = int(own.argmin()), int(left.where(worth_it, 0.0).argmax())
-        if not worth_it[new] or float(left[new]) <= max(tolerated, gain * float(own[old])):
-            break
+        old = int(own.argmin())
         deviation = P[:, old, old].sqrt().unsqueeze(-1)
         weights, row = P[:, old] / deviation, B[:, old] / deviation
-        covariance = matrix(candidates[new : new + 1], candidates)[:, 0].double()
-        column = cross[:, :, new].clone()
-        given = covariance - (column.unsqueeze(-2) @ B).squeeze(-2) + row[:, new, None] * row
-        variance = (given[:, new] + jitter * prior[:, new]).unsqueeze(-1)
-        if (at_hand * given.square() / variance).sum() <= (known * row.square()).sum():
-            worth_it[new] = False
-            continue
+        least, loss = max(tolerated, gain * float(own[old])), (known * row.square()).sum()
+        accepted, together = False, 1
+        while not accepted:
+            largest = left.where(worth_it, 0.0).topk(min(together, len(left)))
+            trial = largest.indices[largest.values > least]
+            if not len(trial):
+                break
+            covariances = matrix(candidates[trial], candidates).double()
+            all_given = covariances - cross[:, :, trial].mT @ B
+            all_given += row[:, trial].unsqueeze(-1) * row.unsqueeze(-2)
+            own = all_given[..., trial].diagonal(dim1=-2, dim2=-1)
+            variances = own + jitter * prior[:, trial]
+            gains = at_hand.unsqueeze(-2) * all_given.square() / variances.unsqueeze(-1)
+            better = (gains.sum((0, -1)) > loss).tolist()
+            accepted = any(better)
+            first = better.index(True) if accepted else len(trial)
+            worth_it[trial[:first]] = False
+            together = TOGETHER  # products with a few take hardly longer than with one
+        if not accepted:
+            break
+        new, given = int(trial[first]), all_given[:, first]
+        covariance, variance = covariances[:, first], variances[:, first].unsqueeze(-1)
         P.addcmul_(weights.unsqueeze(-1), weights.unsqueeze(-2), value=-1)
         B.addcmul_(weights.unsqueeze(-1), row.unsqueeze(-2), value=-1)
         unexplained += row.square()

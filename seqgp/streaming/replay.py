@@ -27,6 +27,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from seqgp.likelihoods.traits import is_conjugate
+from seqgp.streaming.draft import adopt, draft_of
 from seqgp.streaming.learning import is_better, stream_densities
 from seqgp.streaming.model import StreamModel
 
@@ -54,29 +55,28 @@ def choose_replay(model: StreamModel, stream_size: int, max_steps: int | None = 
     if not before.replay and stands_for < LEAST_SHARE * stream_size:
         return
 
-    def densities(replay: float, power: float = 1.0) -> Tensor | None:
-        model.stream = replace(before, replay=replay, power=power)
+    def candidate(replay: float, power: float = 1.0) -> tuple[StreamModel, Tensor | None]:
+        draft = draft_of(model, learn=False)
+        draft.stream = replace(before, replay=replay, power=power)
         try:
             with strategy.ranks.together():
-                model.refresh(max_steps=max_steps)
-                return stream_densities(model)
+                draft.refresh(max_steps=max_steps)
+                return draft, stream_densities(draft)
         except (FloatingPointError, NanError, NotPSDError):
-            return None  # a replay without a posterior is not a candidate
+            return draft, None  # a replay without a posterior is not a candidate
 
-    with_summary = densities(0.0)
+    chosen, with_summary = candidate(0.0)
 
     def gains(density: Tensor | None) -> bool:
         if density is None or with_summary is None:
             return density is not None
         return is_better(density, with_summary, 0.0 if before.replay else CERTAINTY)
 
-    found = {power: densities(1.0, power) for power in (POWERS if before.replay else POWERS[:1])}
-    if not before.replay and gains(found[POWERS[0]]):
-        found |= {power: densities(1.0, power) for power in POWERS[1:]}
-    known = {power: density for power, density in found.items() if density is not None}
-    best = max(known, key=lambda power: float(known[power].mean()), default=None)
-    if best is not None and gains(known[best]):
-        model.stream = replace(before, replay=1.0, power=best)
-    else:
-        model.stream = replace(before, replay=0.0, power=1.0)
-    model.refresh(max_steps=max_steps)
+    found = [candidate(1.0, power) for power in (POWERS if before.replay else POWERS[:1])]
+    if not before.replay and gains(found[0][1]):
+        found += [candidate(1.0, power) for power in POWERS[1:]]
+    known = [(draft, density) for draft, density in found if density is not None]
+    best = max(known, key=lambda each: float(each[1].mean()), default=None)
+    if best is not None and gains(best[1]):
+        chosen = best[0]
+    adopt(model, chosen)

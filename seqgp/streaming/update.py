@@ -181,22 +181,24 @@ def update(
         )
     ranks, num_old = model.variational_strategy.ranks, model.stream.num_held
     with ranks.together():
-        new = model.checked(X, Y, noise, arguments)
-        memory = MemoryOptions.of(
-            model.memory_options if options.memory is None else options.memory
-        )
-        rule.check(model, options, memory)
-        num_new = ranks.total(len(new))
-        density = ranks.gather(_density(model, new))
+        with model.variational_strategy.steady():
+            new = model.checked(X, Y, noise, arguments)
+            memory = MemoryOptions.of(
+                model.memory_options if options.memory is None else options.memory
+            )
+            rule.check(model, options, memory)
+            num_new = ranks.total(len(new))
+            grown = model.stream.append(new)
+            density = ranks.gather(_density(model, grown.observations, len(new)))
         surprise = surprise_of(model.stream, density)
         wanted = rule.learns_by_default(options.learn)
         decision = decide(model.stream, num_new, wanted, surprise)
         draft = draft_of(model, decision.learn)
-        draft.stream = replace(draft.stream, surprise=0.0 if decision.learn else surprise)
+        grown = replace(grown, surprise=0.0 if decision.learn else surprise)
         # Without learning, only the posterior changes.
         steady = nullcontext() if decision.learn else draft.variational_strategy.steady()
         with steady:
-            parts = _learn(draft, new, num_new, rule, options, memory, decision)
+            parts = _learn(draft, grown, new, num_new, rule, options, memory, decision)
         elbo, log_density = torch.stack([parts.bound.sum(), density.nanmean()]).tolist()
         if not math.isfinite(elbo):
             check_bound(parts.bound, "Y")
@@ -230,6 +232,7 @@ class _Parts(NamedTuple):
 
 def _learn(
     model: StreamModel,
+    grown: StreamState,
     new: Observations,
     num_new: int,
     rule: UpdateRule,
@@ -237,7 +240,7 @@ def _learn(
     memory: MemoryOptions,
     decision: Decision,
 ) -> _Parts:
-    """Run the steps of an update on a draft of the model.
+    """Run the steps of an update on a draft of the model, whose stream becomes the grown one.
 
     If several processes share the stream, ``new`` holds the new observations of this process, and
     ``num_new`` is their number over all processes.
@@ -247,9 +250,9 @@ def _learn(
     represented = None
     if decision.learn:
         represented = stands_for(model, model.transformed(model.stream.observations))
-    if not model.stream.num_updates:
-        model.stream = replace(model.stream, initial=model.hyperparameter_values())
-    model.stream = model.stream.append(new)
+    if not grown.num_updates:
+        grown = replace(grown, initial=model.hyperparameter_values())
+    model.stream = grown
     if memory.replay is not None:
         model.stream = replace(model.stream, replay=float(memory.replay), power=1.0)
     note_classes(model)
@@ -378,11 +381,20 @@ def _note_kept(model: StreamModel, kept: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _density(model: StreamModel, new: Observations) -> Tensor:
-    """Return the log predictive density of new observations before the update, on Y's scale."""
+def _density(model: StreamModel, held: Observations, num_new: int) -> Tensor:
+    """Return the log predictive density of the last observations, on Y's scale, before the update.
+
+    If inputs are not transformed, covariances are evaluated for all observations, since the update
+    will use them again.
+    """
+    number = len(held)
+    new = slice(number - num_new, number)
     with model.guard.reading:
-        part = model.transformed(new)
-        mean, variance = model.variational_strategy.marginals(part)
+        data = model.transformed(held)
+        if data.inputs is not held.inputs:
+            data, new = model.transformed(held.select(new)), slice(num_new)
+        mean, variance = model.variational_strategy.marginals(data, new)
+        part = data.select(new)
     if model.variational_strategy.num_latents is not None:
         mean, variance = mean.mT, variance.mT
     density = log_predictive(model.likelihood, part.targets, mean, variance, **part.arguments)

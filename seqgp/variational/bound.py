@@ -68,6 +68,15 @@ class Past(NamedTuple):
     square: Tensor
     number: Tensor
 
+    def select(self, order: Tensor) -> Past:
+        """Return the same summary with its points in another order."""
+        return self._replace(
+            points=self.points[..., order, :],
+            mean=self.mean[..., order],
+            coefficients=self.coefficients[..., order],
+            precision=self.precision[..., order, :][..., order],
+        )
+
 
 class Setting(NamedTuple):
     """The parts of a strategy that a bound depends on.
@@ -81,6 +90,8 @@ class Setting(NamedTuple):
         stays: Whether the inducing points are those of the summary, and do not move.
         kept: ``... x m x s``, which inducing points coincide with which points of the summary, if
             neither move. A point that is kept keeps its jitter, so that nothing is lost.
+        alone: The number of points of the summary that are not inducing points, if these come first
+            and the others are the first inducing points, in the same order; ``None`` if not.
         ranks: The processes that share the observations.
     """
 
@@ -91,6 +102,7 @@ class Setting(NamedTuple):
     past: Past | None
     stays: bool
     kept: Tensor | None = None
+    alone: int | None = None
     ranks: Ranks = ALONE
 
 
@@ -119,14 +131,19 @@ def maximised_bound(
     ranks = setting.ranks
     x, c = _with_latents(data, setting.num_latents)
     shared = setting.forward(Z[..., :1, :]).batch_shape.numel() == 1
-    prior = joint_prior(setting.forward, Z, x, shared, with_left=True, once=True)
+    # Covariances of common points of summary and Z are evaluated once.
+    alone, left = setting.alone or 0, Z
+    if past is not None and alone:
+        left = torch.cat([past.points[:alone], Z])
+    prior = joint_prior(setting.forward, left, x, shared, with_left=True, once=True)
     assert prior.left is not None
-    (mean_Z, K), cross, mean = prior.left, prior.cross, prior.mean
+    (mean_left, K_left), cross_left, mean = prior.left, prior.cross, prior.mean
     if c is None:
         variance = prior.variance()
     else:
-        cross, mean = contract(cross, c), contract(mean.unsqueeze(-2), c).squeeze(-2)
+        cross_left, mean = contract(cross_left, c), contract(mean.unsqueeze(-2), c).squeeze(-2)
         variance = functional_variance(setting.forward, x, c)
+    K, cross = K_left[..., alone:, alone:], cross_left[..., alone:, :]
     mean = _for_each_latent(mean, setting.num_latents)
     with torch.no_grad():
         chol = scaled_cholesky(K.detach(), jitter)
@@ -141,12 +158,23 @@ def maximised_bound(
         if setting.stays:
             diagonal = K.diagonal(dim1=-2, dim2=-1)
             own_K = K + torch.diag_embed(jitter * diagonal)
-            own = _Own(mean_Z, own_K, own_K, cross[..., :count], chol, 0.0)
-        else:
+            own = _Own(mean_left, own_K, own_K, cross[..., :count], chol, 0.0)
+        elif setting.alone is None:
             own = _own_blocks(setting, past, x, c, count, shared)
-            if setting.kept is not None:
-                nugget = setting.kept * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-                own = own._replace(with_Z=own.with_Z + nugget)
+        else:
+            s = past.points.shape[-2]
+            own_K = K_left[..., :s, :s]
+            own = _Own(
+                mean_left[..., :s],
+                own_K,
+                K_left[..., alone:, :s],
+                cross_left[..., :s, :count],
+                scaled_cholesky(own_K.detach(), jitter),
+                jitter,
+            )
+        if setting.kept is not None:
+            nugget = setting.kept * (jitter * K.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
+            own = own._replace(with_Z=own.with_Z + nugget)
         block, constant = _past_block(past, own, noise)
         block = Block(
             ranks.shared(block.cross), block.variance, Sites(*map(ranks.shared, block.sites))

@@ -51,9 +51,10 @@ class PosteriorCovariance(LinearOperator):
         self.prior, self.A, self.explained = prior, A, explained
         self.jitter, self.reduction, self.sign = jitter, reduction, sign
         self._full_batch_shape = batch_shape
+        self._full_size = torch.Size([*batch_shape, *prior.shape[-2:]])
 
     def _size(self) -> torch.Size:
-        return torch.Size([*self._full_batch_shape, *self.prior.shape[-2:]])
+        return self._full_size
 
     def __add__(self, other: Any) -> LinearOperator:
         """Add a diagonal, such as independent noise, to the jitter."""

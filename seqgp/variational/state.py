@@ -401,8 +401,7 @@ class DualState(_VariationalStrategy):
         """Whether anything has been folded; needs one host synchronisation for each summary."""
         count, known = self.summary_count, self._summary_known
         if known is None or known[0] is not count or known[1] != count._version:
-            known = (count, count._version, bool(count.any()))
-            self._summary_known = known
+            known = self._summary_known = (count, count._version, bool(count.any()))
         return known[2]
 
     def base(self, basis: Basis, likelihood: Likelihood, share: float = 1.0) -> Duals | None:
@@ -431,14 +430,13 @@ class DualState(_VariationalStrategy):
             tensors: Tensors by name. Inducing points of the same shape are copied into the same
                 parameter, so that optimisers keep it.
         """
-        for name, value in tensors.items():
-            old = getattr(self, name)
-            if isinstance(old, Parameter) and old.shape == value.shape:
-                old.data = value.detach().clone()  # the old memory may still be in use
-            elif isinstance(old, Parameter):
-                setattr(self, name, Parameter(value.clone(), requires_grad=old.requires_grad))
-            else:
-                setattr(self, name, value)
+        # Setting an attribute of a module is slow.
+        self._buffers.update({k: v for k, v in tensors.items() if k in self._buffers})
+        Z, old = tensors.get("inducing_points"), self._parameters.get("inducing_points")
+        if Z is not None and old is not None and old.shape == Z.shape:
+            old.data = Z.detach().clone()  # the old memory may still be in use
+        elif Z is not None and old is not None:
+            self.inducing_points = Parameter(Z.clone(), requires_grad=old.requires_grad)
         if "reference_chol" in tensors:
             self._floating = None
         if "inducing_points" in tensors:
@@ -631,8 +629,12 @@ class DualState(_VariationalStrategy):
         basis = Basis(None, chol, torch.zeros_like(mean), None)
         return State(chol, mean, K.shape[:-2].numel() == 1, basis, leaves, natural_factors(leaves))
 
-    def _fingerprint(self) -> _Fingerprint:
-        """Return everything that the state depends on, without reading values on the host."""
+    def _fingerprint(self, values: Tensor | None = None) -> _Fingerprint:
+        """Return everything that the state depends on, without reading values on the host.
+
+        Args:
+            values: The values of hyperparameters and inducing points, if they are known.
+        """
         owners: list[Any] = []
         plain: list[Any] = [self.jitter_val, self.training]
         tensors: list[Tensor] = [self.inducing_points]
@@ -654,10 +656,12 @@ class DualState(_VariationalStrategy):
         owners += own
         plain += [tensor._version for tensor in own]
         plain += [tensor.shape for tensor in tensors]
-        device = tensors[0].device
-        with torch.no_grad():
-            flat = [(t if t.device == device else t.to(device)).reshape(-1) for t in tensors]
-            return _Fingerprint(tuple(owners), tuple(plain), torch.cat(flat))
+        if values is None:
+            device = tensors[0].device
+            with torch.no_grad():
+                flat = [(t if t.device == device else t.to(device)).reshape(-1) for t in tensors]
+                values = torch.cat(flat)
+        return _Fingerprint(tuple(owners), tuple(plain), values)
 
     def stays(self, Z: Tensor) -> bool:
         """Whether ``Z`` are the points of the stored duals, and have no gradient."""
@@ -737,12 +741,7 @@ class DualState(_VariationalStrategy):
             summary = rebase_summary(self.summary, state.basis)
         elif summary is None:
             summary = empty_summary(duals)
-        finite = [tensor.isfinite().all() for tensor in (*duals, *summary.duals)]
-        if not bool(torch.stack(finite).all()):
-            raise FloatingPointError(
-                "The update led to duals that are not finite; nothing has been changed. "
-                "Check the scale of inputs, targets and hyperparameters."
-            )
+        _check_finite(*duals, *summary.duals)
         if Z is not None:
             self.set_tensors({"inducing_points": Z})
         # Copies, as if loaded from a file: rounding depends on strides and alignment. All at once,
@@ -760,8 +759,8 @@ class DualState(_VariationalStrategy):
             reference_chol=_own(state.chol),
             variational_params_initialized=torch.ones_like(self.variational_params_initialized),
         )
-        if known is not None:  # without another host synchronisation
-            self._summary_known = self.summary_count, self.summary_count._version, known
+        if known is not None:
+            self._note_summary(known)
         self._floating = None
         self.clear_cache()
         if not torch.is_grad_enabled():
@@ -777,6 +776,32 @@ class DualState(_VariationalStrategy):
             )
             self._cache = _Cached(False, self._fingerprint(), fresh)
 
+    def store_summary(self, summary: Summary, state: State, has_summary: bool) -> None:
+        """Store a summary as the strategy's own, and move the duals to its basis.
+
+        Args:
+            summary: The summary, in the basis of the duals of ``state``.
+            state: The present state.
+            has_summary: Whether anything has been folded.
+        """
+        if state.basis.transport is not None or self._floating is not None:
+            self.store(state.duals, state, summary=summary, factors=state.factors)
+        else:  # the duals are in this basis already
+            _check_finite(*summary.duals)
+            cached = self.kept()
+            self._buffers.update(
+                summary_lam=_own(summary.duals.lam),
+                summary_B=_own(summary.duals.B),
+                summary_square=summary.square,
+                summary_count=summary.number,
+            )
+            self.keep(cached)
+        self._note_summary(has_summary)
+
+    def _note_summary(self, has_summary: bool) -> None:
+        """Note whether anything has been folded, without a host synchronisation."""
+        self._summary_known = self.summary_count, self.summary_count._version, has_summary
+
     @torch.no_grad()
     def kept(self) -> _Cached | None:
         """Return the cached factorisations, if they belong to the present modules and duals.
@@ -786,7 +811,8 @@ class DualState(_VariationalStrategy):
         cached = self._cache
         if cached is None or cached.graph:
             return None
-        return cached if cached.fingerprint.has_same_owners(self._fingerprint()) else None
+        known = cached.fingerprint
+        return cached if known.has_same_owners(self._fingerprint(known.values)) else None
 
     @torch.no_grad()
     def keep(self, cached: _Cached | None) -> None:
@@ -796,8 +822,7 @@ class DualState(_VariationalStrategy):
             cached: The result of `kept`.
         """
         if cached is not None:
-            values = cached.fingerprint.values
-            cached = cached._replace(fingerprint=self._fingerprint()._replace(values=values))
+            cached = cached._replace(fingerprint=self._fingerprint(cached.fingerprint.values))
         self._cache = cached
 
     @contextmanager
@@ -918,6 +943,15 @@ def _refuse(_: Tensor) -> None:
         "`ngd.step()` after `loss.backward()`. Learn streams with `update`; or use "
         "seqgp.DualELBO, in turns with `model.variational_strategy.converge(x, y, likelihood)`."
     )
+
+
+def _check_finite(*tensors: Tensor) -> None:
+    """Raise if duals are not finite; the sum of such a tensor is not finite either."""
+    if not bool(torch.stack([tensor.sum() for tensor in tensors]).isfinite().all()):
+        raise FloatingPointError(
+            "The update led to duals that are not finite; nothing has been changed. "
+            "Check the scale of inputs, targets and hyperparameters."
+        )
 
 
 def _own(tensor: Tensor) -> Tensor:

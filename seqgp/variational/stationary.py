@@ -23,6 +23,8 @@ from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
 from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 
+from seqgp.dual.linalg import broadcast_shapes
+
 
 class Profile(NamedTuple):
     """A kind of kernel, as a function of scaled squared distances.
@@ -99,6 +101,8 @@ class StationaryCovariance(LinearOperator):
         super().__init__(left, right, lengthscale, scale, profile=profile)
         self.left, self.right = left, right
         self.kernel = Stationary(lengthscale, scale, profile)
+        batch_shape = broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        self._full_size = torch.Size([*batch_shape, left.shape[-2], right.shape[-2]])
 
     def _between(self, left: Tensor, right: Tensor) -> StationaryCovariance:
         lengthscale, scale, profile = self.kernel
@@ -106,13 +110,14 @@ class StationaryCovariance(LinearOperator):
         return StationaryCovariance(left, right, lengthscale, scale, profile)
 
     def _size(self) -> torch.Size:
-        batch_shape = torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
-        return torch.Size([*batch_shape, self.left.shape[-2], self.right.shape[-2]])
+        return self._full_size
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self._between(self.right, self.left)
 
     def _diagonal(self) -> Tensor:
+        if self.left is self.right:
+            return self.kernel.variance(self.left)
         return self.kernel.pairwise(self.left, self.right)
 
     def to_dense(self) -> Tensor:

@@ -112,6 +112,23 @@ class _Moments(NamedTuple):
     explained: Tensor  # ... x m x q, (I - W^-1) A
 
 
+class Arranged(NamedTuple):
+    """Inducing points and summary in an order in which their common points are adjacent.
+
+    Attributes:
+        inducing_points: ``... x m x d``, common points first.
+        past: The summary, common points last.
+        kept: ``... x m x s``, which inducing points coincide with which points of the summary.
+        alone: How many points of the summary are not inducing points; ``None`` if the order is that
+            of the arguments, since points differ between members of a batch or are repeated.
+    """
+
+    inducing_points: Tensor
+    past: Past
+    kept: Tensor
+    alone: int | None
+
+
 class _Prediction(NamedTuple):
     """The intermediate results of one prediction."""
 
@@ -197,7 +214,7 @@ class DualVariationalStrategy(DualState):
         self._observed: Observed | None = None
         self._correction: _Correction | None = None
         self._past: tuple[Tensor, float, Past] | None = None
-        self._coincident: tuple[Tensor, int, Tensor, Tensor] | None = None
+        self._arrangement: tuple[Tensor, Past, Arranged] | None = None
         self._whitened: tuple[Tensor, Tensor | None, Tensor, Whitened] | None = None
         # The latest prediction, within `sharing_predictions`.
         self._predictions: list[_Prediction] | None = None
@@ -209,13 +226,13 @@ class DualVariationalStrategy(DualState):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_correction": None, "_past": None}
-        state["_whitened"] = state["_coincident"] = state["_predictions"] = None
+        state["_whitened"] = state["_arrangement"] = state["_predictions"] = None
         if self._observed is not None:  # a copy cannot hold the graph of the observations
             state["_observed"] = self._observed.to(Tensor.detach)
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        self._correction = self._past = self._whitened = self._coincident = None
+        self._correction = self._past = self._whitened = self._arrangement = None
         if self._observed is not None:
             self._observed = self._observed.to(fn)
         return super()._apply(fn, *args, **kwargs)
@@ -467,8 +484,10 @@ class DualVariationalStrategy(DualState):
             summary_share: How much of the summary counts, from 0 to 1.
         """
         past = self._past_sites(summary_share) if summary_share and self.has_summary else None
-        Z = self.placed_points
+        Z, kept, alone = self.placed_points, None, None
         stays = past is None or self.stays(Z)
+        if past is not None and not stays and not (Z.requires_grad and torch.is_grad_enabled()):
+            Z, past, kept, alone = self.arranged(Z, past)
         return Setting(
             self.prior_at,
             Z,
@@ -476,18 +495,27 @@ class DualVariationalStrategy(DualState):
             self.num_latents,
             past,
             stays,
-            None if stays or past is None else self._kept(Z, past.points),
+            kept,
+            alone,
             self.ranks,
         )
 
-    def _kept(self, Z: Tensor, points: Tensor) -> Tensor | None:
-        """Return which inducing points coincide with which others; ``None`` if they may move."""
-        if Z.requires_grad and torch.is_grad_enabled():
-            return None
-        known = self._coincident
-        if known is None or known[0] is not Z or known[1] != Z._version or known[2] is not points:
-            known = self._coincident = (Z, Z._version, points, coincident(Z, points))
-        return known[3]
+    def arranged(self, Z: Tensor, past: Past) -> Arranged:
+        """Return inducing points and summary with their common points adjacent, cached.
+
+        Args:
+            Z: The inducing points. They are compared by value, since they may be set in place.
+            past: The summary.
+        """
+        known = self._arrangement
+        if (
+            known is None
+            or known[1] is not past
+            or known[0].shape != Z.shape
+            or not torch.equal(known[0], Z)
+        ):
+            known = self._arrangement = (Z.detach().clone(), past, _arrange(Z, past))
+        return known[2]
 
     @torch.no_grad()
     def _past_sites(self, share: float) -> Past:
@@ -581,9 +609,7 @@ class DualVariationalStrategy(DualState):
             sites, _ = self.sites(data, likelihood=likelihood)
         state = self.state()
         summary = self._folded(state, data, likelihood, sites, 1)
-        self.store(state.duals, state, summary=summary, factors=state.factors)
-        if self.ranks.total(len(data)):
-            self._summary_known = self.summary_count, self.summary_count._version, True
+        self.store_summary(summary, state, self.ranks.total(len(data)) > 0 or self.has_summary)
 
     @torch.no_grad()
     def discount(self, factor: float) -> None:
@@ -976,14 +1002,17 @@ class DualVariationalStrategy(DualState):
         return Batch(*whitened, data.evaluate(likelihood, self.num_latents is not None))
 
     @torch.no_grad()
-    def marginals(self, data: Observations) -> tuple[Tensor, Tensor]:
+    def marginals(self, data: Observations, index: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return ``... [x c] x n`` posterior means and variances of the observed functionals.
 
         Args:
             data: The observations.
+            index: Which of them; by default all.
         """
         state = self.state()
-        A, unexplained, prior_mean = self.whitened(state.chol, state.shared, data)
+        A, unexplained, prior_mean = (
+            each[..., index] for each in self.whitened(state.chol, state.shared, data)
+        )
         mean = prior_mean + posterior_mean(A, state.factors)
         return mean, posterior_variance(A, unexplained, state.factors)
 
@@ -1141,6 +1170,19 @@ class DualVariationalStrategy(DualState):
             )
         self._correction = _Correction(state, conditioned, explained_A)
         return self._correction
+
+
+@torch.no_grad()
+def _arrange(Z: Tensor, past: Past) -> Arranged:
+    """Arrange inducing points and summary, see `Arranged`."""
+    kept = coincident(Z, past.points)
+    if kept.dim() > 2 or max(kept.sum(-1).max(), kept.sum(-2).max()) > 1:
+        return Arranged(Z, past, kept, None)
+    rows, columns = kept.nonzero().unbind(-1)
+    other_rows, other_columns = ((kept.sum(dim) == 0).nonzero().squeeze(-1) for dim in (-1, -2))
+    rows, columns = torch.cat([rows, other_rows]), torch.cat([other_columns, columns])
+    kept = kept[rows][:, columns]
+    return Arranged(Z[rows], past.select(columns), kept, len(other_columns))
 
 
 def _along(c: Tensor, gain: Tensor) -> Tensor:

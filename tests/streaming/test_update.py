@@ -27,9 +27,12 @@ from seqgp import (
     OverdispersedBinomialLikelihood,
     SequentialGP,
 )
+from seqgp.dual.projection import coincident
 from seqgp.streaming.memory import MemoryOptions
 from seqgp.streaming.rules import stands_for
 from seqgp.streaming.update import UpdateRecord
+from seqgp.variational.bound import Past
+from seqgp.variational.strategy import Arranged
 from tests.helpers import (
     assert_close,
     latent,
@@ -281,6 +284,40 @@ def test_gradients_with_observations_that_stand_for_others() -> None:
             flat[i] += 1e-5
             difference = (values[0] - values[1]) / 2e-5
             assert gradient[i].item() == pytest.approx(difference, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "softmax"])
+def test_common_points_of_summary_and_inducing_points_are_evaluated_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is the same as if they were different points, and so is its gradient."""
+    model = stream(name, MemoryOptions(capacity=6), [20, 10])
+    strategy = model.variational_strategy
+    strategy.inducing_points.requires_grad_(False)
+    stands_for = represented(model)[..., :4]
+    results = []
+
+    def apart(Z: Tensor, past: Past) -> Arranged:
+        return Arranged(Z, past, coincident(Z, past.points), None)
+
+    for shift in (0.05, 0.03):
+        Z = strategy.reference_points[..., torch.tensor([3, 1, 0, 6, 7, 5, 4]), :].clone()
+        Z[..., 2:4, :] += shift
+        strategy.set_tensors({"inducing_points": Z})
+        with monkeypatch.context() as patch:
+            for arranged in (True, False):
+                if not arranged:
+                    at = strategy.setting()
+                    assert (at.alone, at.kept.sum()) == (3, 5)
+                    patch.setattr(strategy, "arranged", apart)
+                model.zero_grad()
+                bound, sites = model.bound(tol=1e-10, stands_for=stands_for)
+                bound.backward()
+                gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                results.append([bound.detach(), *sites, *gradients])
+    for ours, expected in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-7)
+    assert not torch.equal(results[0][0], results[2][0])
 
 
 @pytest.mark.slow

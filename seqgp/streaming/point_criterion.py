@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqgp.dual import scaled_cholesky, solve_lower
 from seqgp.dual.linalg import relative_jitter
-from seqgp.variational.stationary import covariance_function
+from seqgp.variational.stationary import covariance_function, prior_variance
 
 #: The default tolerance for the cost, in nats per observation.
 TOLERANCE = 0.005
@@ -56,7 +56,7 @@ def _criterion(
     precision: Tensor | None,
     represents: Tensor | None,
 ) -> _Criterion:
-    prior = _members(kernel(candidates, diag=True), 1)
+    prior = _members(prior_variance(kernel, candidates), 1)
     beta = torch.ones_like(prior[:1]) if precision is None else precision.to(prior)
     if beta.dim() < 2 or len(beta) != len(prior):  # shared evenly by all kernels
         beta = beta.reshape(-1, beta.shape[-1]).sum(0) / len(prior)
@@ -276,7 +276,7 @@ def _exchange(
     """
     jitter, points = relative_jitter(Z.dtype), Z.clone()
     share = shares.double().unsqueeze(-1)
-    prior = _members(kernel(candidates, diag=True), 1).double()
+    prior = _members(prior_variance(kernel, candidates), 1).double()
     matrix = _matrix_of(kernel)
     K, cross = matrix(Z, Z).double(), matrix(Z, candidates).double().clone()
     P = torch.cholesky_inverse(scaled_cholesky(K, jitter))

@@ -385,13 +385,13 @@ def _density(model: StreamModel, held: Observations, num_new: int) -> Tensor:
     """Return the log predictive density of the last observations, on Y's scale, before the update.
 
     If inputs are not transformed, covariances are evaluated for all observations, since the update
-    will use them again.
+    will use them again, unless there are few new ones.
     """
     number = len(held)
     new = slice(number - num_new, number)
     with model.guard.reading:
-        data = model.transformed(held)
-        if data.inputs is not held.inputs:
+        data = None if _are_few(num_new, number - num_new) else model.transformed(held)
+        if data is None or data.inputs is not held.inputs:
             data, new = model.transformed(held.select(new)), slice(num_new)
         mean, variance = model.variational_strategy.marginals(data, new)
         part = data.select(new)
@@ -473,9 +473,13 @@ def _is_small(
     """Whether a batch is so small, relative to the memory, that the memory is left as it is."""
     stream = model.stream
     known = stream.bound is not None and stream.shard is None
-    few = stream.num_held >= 100 and SMALL_BATCH * num_new <= stream.num_held
     simple = rule.conditions and type(inducing) in (Exchange, Keep)
-    return known and few and simple and model.is_settled()
+    return known and _are_few(num_new, stream.num_held) and simple and model.is_settled()
+
+
+def _are_few(num_new: int, num_held: int) -> bool:
+    """Whether there are few new observations, relative to those that are held."""
+    return num_held >= 100 and SMALL_BATCH * num_new <= num_held
 
 
 def _have_their_points(

@@ -171,6 +171,18 @@ def stationary(kernel: Kernel) -> Stationary | None:
     return Stationary(lengthscale, scale, profile)
 
 
+def prior_variance(kernel: Kernel, inputs: Tensor) -> Tensor:
+    """Return the ``... x n`` prior variances of any kernel at ``... x n x d`` inputs.
+
+    Args:
+        kernel: The kernel. If it has a closed form, there is no host synchronisation.
+        inputs: The inputs.
+    """
+    known = stationary(kernel)
+    variance: Tensor = kernel(inputs, diag=True) if known is None else known.variance(inputs)
+    return variance
+
+
 def covariance_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the matrix of a kernel as a function of inputs, to evaluate several matrices.
 

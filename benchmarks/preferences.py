@@ -59,7 +59,7 @@ SEEDS = {50: (20, 20), 150: (5, 5), 500: (3, 2), 2000: (3, 0), 10_000: (3, 0)}
 PEOPLE = {"others": 0.2, "noisier": 1.0}
 OTHERS = {"others": {50: 5, 150: 1}, "noisier": {50: 3}}
 #: How many seeds of duel loops there are.
-LOOPS = 6
+LOOPS = 10
 #: Chains, samples of each that are kept, and samples before that are not.
 CHAINS, SAMPLES, BURN_IN = 16, 1000, 300
 WAYS = {"ours": "PreferenceGP", "pairwise": "PairwiseGP"}
@@ -437,19 +437,21 @@ def _times(groups: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _regrets(groups: dict[str, dict[str, Any]]) -> list[str]:
-    """Medians over seeds."""
+    """Medians over seeds, and the mean difference at the end on the same seeds."""
     lines = [
-        "| loop | d | regret half-way | regret at the end | s in all | seeds |",
-        "|---|---|---|---|---|---|",
+        "| loop | d | regret half-way | regret at the end | difference | s in all | seeds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for key, seeds in groups.items():
         _, way, d = key.split("/")
         rows = list(seeds.values())
         half, end = (statistics.median(row["regret"][i] for row in rows) for i in (0, 1))
         spent = statistics.median(row["loop"] for row in rows)
-        lines.append(
-            f"| {WAYS[way]} | {d[2:]} | {half:.4f} | {end:.4f} | {spent:.1f} | {len(rows)} |"
-        )
+        others = groups.get(f"loop/pairwise/{d}", {}) if way == "ours" else {}
+        both = [(seeds[s]["regret"][1], others[s]["regret"][1]) for s in seeds if s in others]
+        cells = [WAYS[way], d[2:], f"{half:.4f}", f"{end:.4f}"]
+        cells += [_with_error([a - b for a, b in both]), f"{spent:.1f}", str(len(rows))]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

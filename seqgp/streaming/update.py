@@ -100,7 +100,8 @@ class UpdateRecord:
 
     Attributes:
         elbo: The evidence lower bound after the update. With a likelihood that is not Gaussian,
-            it is only known up to a constant once observations have been folded.
+            it is only known up to a constant once observations have been folded. After a small
+            batch, it is the previous one plus the log evidence of the new observations.
         log_density: Mean log predictive density of the new observations before they were learnt.
             NaN if there were none.
         steps: The number of evaluations of the objective while hyperparameters were learnt.

@@ -666,7 +666,9 @@ def work(rank: int, size: int, store: str, names: list[str], report: Any) -> Non
     torch.set_num_threads(1)
     for module in MORE:
         importlib.import_module(module)
-    # A timer interrupts, as Ctrl-C does, on this rank alone.
+    # A timer interrupts, as Ctrl-C does, on this rank alone. Shells start what runs in the
+    # background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     dist.init_process_group(
         "gloo",

@@ -302,5 +302,5 @@ def test_fewer_inputs_after_the_transform() -> None:
     known = [model.condition_on_observations(new, positive(new)) for model in models]
     assert_same(*(model.posterior(test) for model in known))
     expected = models[0].condition_on_observations(new, positive(new), fixed_inducing=True)
-    models[0].update(new, positive(new), learn=False)
+    models[0].update(new, positive(new), learn=False, inducing="fixed")
     assert_same(models[0].posterior(test), expected.posterior(test))

@@ -301,6 +301,36 @@ def _learn(
         model.stream = replace(model.stream, expected=expected_density(model), patience=patience)
     # Transform again: the input transform may have been learnt.
     batch = Batch(model.transformed(model.stream.observations), num_old, represented, small)
+    kept = _remember(model, batch, num_new, rule, options, memory)
+    stream = model.stream
+    number = stream.num_seen + num_new
+    model.stream = replace(
+        model.stream,
+        rule=rule.name,
+        num_updates=stream.num_updates + 1,
+        num_seen=number,
+        learned_at=number if decision.learn else stream.learned_at,
+        restarted_at=number if decision.restart else stream.restarted_at,
+    ).noting_noise()
+    if not (decision.learn or strategy.has_summary):
+        strategy.state()  # cached for the first prediction
+    reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
+    return _Parts(learned.bound, learned.steps, reason, factor, kept)
+
+
+def _remember(
+    model: StreamModel,
+    batch: Batch,
+    num_new: int,
+    rule: UpdateRule,
+    options: UpdateOptions,
+    memory: MemoryOptions,
+) -> Tensor:
+    """Choose which observations to keep in the memory, and fold the others.
+
+    Returns:
+        The indices of those that are kept, among the observations of all ranks.
+    """
     stream = model.stream
     leverage = stream.gather(_leverage(model, batch, memory))
     size = stream.observations.arguments.get("choice_size")
@@ -319,19 +349,7 @@ def _learn(
     represents = stream.represents / stream.own(choice.inclusion).clamp_min(tiny)
     model.stream = replace(stream, represents=represents, importance=stream.own(importance))
     rule.remember(model, batch, _note_kept(model, choice.kept), options)
-    number = stream.num_seen + num_new
-    model.stream = replace(
-        model.stream,
-        rule=rule.name,
-        num_updates=stream.num_updates + 1,
-        num_seen=number,
-        learned_at=number if decision.learn else stream.learned_at,
-        restarted_at=number if decision.restart else stream.restarted_at,
-    ).noting_noise()
-    if not (decision.learn or strategy.has_summary):
-        strategy.state()  # cached for the first prediction
-    reason = f"{learned.outcome}: {decision.reason}" if decision.learn else decision.reason
-    return _Parts(learned.bound, learned.steps, reason, factor, choice.kept)
+    return choice.kept
 
 
 def _discount(

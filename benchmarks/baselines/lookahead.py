@@ -152,7 +152,7 @@ def joint_sample_reduction(
     values = []
     nugget = 0.0
     if isinstance(model.likelihood, OverdispersedBinomialLikelihood):
-        nugget = float(model.likelihood.nugget)
+        nugget = model.likelihood.nugget.item()
     with torch.no_grad():
         for x in X:
             fantasies = model.fantasize(x.unsqueeze(0), sampler, total_count=total_count)
